@@ -1,0 +1,227 @@
+"""One setting: what it is called everywhere, what it may be, and the only parsers of its texts."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+import re
+import types
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field
+from typing import TYPE_CHECKING, Any, get_args, get_origin
+
+if TYPE_CHECKING:
+    from dataclasses import Field
+
+    from tp_runtime.errors import ConfigError
+
+ENV_PREFIX = "TP_RUNTIME_"
+
+_TRUE = frozenset({"1", "true", "yes", "on"})
+_FALSE = frozenset({"0", "false", "no", "off"})
+
+
+def setting(
+    default: Any,
+    *,
+    help: str,
+    env: str | None = None,
+    unit: str | None = None,
+    choices: tuple[str, ...] = (),
+    minimum: float | None = None,
+    above: float | None = None,
+    aliases: tuple[str, ...] = (),
+    exposed: bool = True,
+) -> Any:
+    """One row of the table.
+
+    Args:
+        default: the value when nobody says anything.
+        help: one line for a person.
+        env: the variable; None = TP_RUNTIME_ and the field's name in capitals.
+        unit: of the number, for the reader.
+        choices: the only words allowed.
+        minimum: inclusive lower bound of a number, or of each number of a list.
+        above: exclusive lower bound of a number.
+        aliases: more spellings of the flag.
+        exposed: False for what only code may set: no flag, variable or key.
+    """
+    return field(
+        default=default,
+        metadata={
+            "help": help,
+            "env": env,
+            "unit": unit,
+            "choices": choices,
+            "minimum": minimum,
+            "above": above,
+            "aliases": aliases,
+            "exposed": exposed,
+        },
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One setting, as the parsers and the documentation see it."""
+
+    name: str
+    kind: type
+    item: type | None
+    optional: bool
+    default: Any
+    help: str
+    env: str
+    unit: str | None
+    choices: tuple[str, ...]
+    minimum: float | None
+    above: float | None
+    aliases: tuple[str, ...]
+    exposed: bool
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, for an error message."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        bound = ""
+        if self.minimum is not None:
+            bound = f" of at least {self.minimum:g}"
+        elif self.above is not None:
+            bound = f" above {self.above:g}"
+        if self.item is int:
+            return f"whole numbers{bound}, ascending, separated by commas"
+        if self.item is str:
+            return "names separated by commas"
+        return {
+            bool: "1, true, yes, on, 0, false, no or off",
+            int: f"a whole number{bound}",
+            float: f"a number{bound}",
+            str: "a text that is not empty",
+        }[self.kind]
+
+    def problem(self, value: object) -> str | None:
+        """What was expected instead of this typed value; None when it is sound."""
+        if value is None:
+            return None if self.optional else self.expected
+        if self.item is not None:
+            if not isinstance(value, tuple) or not all(self._sound(self.item, v) for v in value):
+                return self.expected
+            ordered = self.item is str or (
+                bool(value) and all(a < b for a, b in itertools.pairwise(value))
+            )
+            return None if ordered else self.expected
+        return None if self._sound(self.kind, value) else self.expected
+
+    def _sound(self, kind: type, value: object) -> bool:
+        if kind is bool or isinstance(value, bool):
+            return kind is bool and isinstance(value, bool)
+        if kind is str:
+            return isinstance(value, str) and (value in (self.choices or (value or None,)))
+        if not isinstance(value, int | float if kind is float else int) or not math.isfinite(value):
+            return False
+        return (self.minimum is None or value >= self.minimum) and (
+            self.above is None or value > self.above
+        )
+
+    def read(
+        self, raw: object, *, where: str, error: type[ConfigError], typed: bool = False
+    ) -> object:
+        """Turn what a source holds into a sound value.
+
+        Args:
+            raw: a text, or a value that already has its type.
+            where: the source, for the message.
+            error: the class to raise.
+            typed: True when the source has types of its own (TOML): a text is then no number.
+        """
+        try:
+            value = self._parse(raw, typed=typed)
+        except ValueError:
+            value, problem = raw, self.expected
+        else:
+            problem = self.problem(value) or ""
+        if problem:
+            raise error(f"{where}: {self.name}={raw!r}: expected {problem}{_hint(raw, self)}")
+        return value
+
+    def _parse(self, raw: object, *, typed: bool) -> object:
+        if self.item is None:
+            return parse_text(self.kind, raw) if isinstance(raw, str) and not typed else raw
+        if isinstance(raw, str):
+            if typed:
+                raise ValueError(raw)
+            raw = [raw]
+        if not isinstance(raw, Sequence):
+            raise ValueError(raw)
+        if typed or not all(isinstance(part, str) for part in raw):
+            return tuple(raw)
+        # a repeated flag: each occurrence may itself be a list
+        words = [word.strip() for part in raw for word in part.split(",")]
+        if words == [""]:
+            return ()
+        return tuple(parse_text(self.item, word) for word in words)
+
+
+def parse_bool(text: str) -> bool:
+    """The one reader of booleans: 1, true, yes, on, 0, false, no, off, in any case.
+
+    Raises: ValueError.
+    """
+    word = text.lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ValueError(f"{text!r} is not a boolean")
+
+
+def parse_text(kind: type, text: str) -> object:
+    """Read a text as bool, int, float or str. Raises: ValueError."""
+    if kind is bool:
+        return parse_bool(text)
+    if kind is int:
+        # int() also takes blanks and "1_000", which no other tool reads in a variable
+        if not re.fullmatch(r"[+-]?[0-9]+", text, re.ASCII):
+            raise ValueError(text)
+        return int(text)
+    if kind is float:
+        if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text, re.ASCII):
+            raise ValueError(text)
+        return float(text)
+    return text
+
+
+def row_of(f: Field[Any], hint: Any) -> Row:
+    """Read a row off a dataclass field made by `setting`; `hint` is its evaluated type."""
+    optional = get_origin(hint) is types.UnionType and type(None) in get_args(hint)
+    if optional:
+        (hint,) = (arm for arm in get_args(hint) if arm is not type(None))
+    item = get_args(hint)[0] if get_origin(hint) is tuple else None
+    meta = dict(f.metadata)
+    return Row(
+        name=f.name,
+        kind=tuple if item is not None else hint,
+        item=item,
+        optional=optional,
+        default=None if f.default is MISSING else f.default,
+        env=meta.pop("env") or ENV_PREFIX + f.name.upper(),
+        **meta,
+    )
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The end of an error message: "; did you mean ...?", or nothing."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _hint(raw: object, row: Row) -> str:
+    if raw == "" and row.item is None:
+        return " (it is empty; unset it for the default)"
+    return nearest(raw, row.choices) if isinstance(raw, str) and row.choices else ""
