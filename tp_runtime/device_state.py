@@ -1,0 +1,131 @@
+"""What one rank remembers of every running request, on the device and mirrored on the host.
+
+A request owns one slot for its life. The step gathers by slot, so that a steady decode step needs
+no copies: tokens and lengths advance in place. The host mirror advances by arithmetic from the
+step plans alone; nothing is ever read back to learn a length.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tp_runtime.errors import ProtocolError
+from tp_runtime.ops.sampling import SamplerMode, mode_of
+from tp_runtime.pages import DUMMY_BLOCK
+
+if TYPE_CHECKING:
+    from tp_runtime.step_plan import StepPlan
+
+
+class DeviceState:
+    """Per-slot tensors of one rank; the last slot is the dummy that padded rows use.
+
+    Attributes (S = slots + 1, W = table_width in kernel pages):
+        last_token: int64 [S], sampled but not yet in the cache.
+        length: int64 [S], tokens in the cache.
+        block_table: int32 [S, W], kernel pages; entries beyond the length are the dummy's.
+        temperature, top_p, min_p: float32 [S].  top_k, seed: int64 [S].
+        host_length: the mirror of `length` as the next step will find it, int64 [S].
+    """
+
+    def __init__(
+        self, *, slots: int, table_width: int, pages_per_block: int, device: torch.device
+    ) -> None:
+        size = slots + 1
+        self.slots = slots
+        self.dummy_slot = slots
+        self.device = device
+        self.last_token = torch.zeros(size, dtype=torch.int64, device=device)
+        self.length = torch.zeros(size, dtype=torch.int64, device=device)
+        self.block_table = torch.zeros((size, table_width), dtype=torch.int32, device=device)
+        self.temperature = torch.zeros(size, dtype=torch.float32, device=device)
+        self.top_k = torch.zeros(size, dtype=torch.int64, device=device)
+        self.top_p = torch.ones(size, dtype=torch.float32, device=device)
+        self.min_p = torch.zeros(size, dtype=torch.float32, device=device)
+        self.seed = torch.zeros(size, dtype=torch.int64, device=device)
+        self.host_length = np.zeros(size, dtype=np.int64)
+        self._host_mode = np.zeros(size, dtype=np.int8)
+        self._pages_per_block = pages_per_block
+        self._page_offsets = torch.arange(pages_per_block, dtype=torch.int32)
+        self._rows: tuple[int, ...] = ()
+
+    def apply(self, plan: StepPlan) -> tuple[int, ...]:
+        """Take over the deltas of a plan and return its decode rows.
+
+        Raises:
+            ProtocolError: a slot, a table index or the number of rows is out of range.
+        """
+        self._check(plan)
+        if plan.admits:
+            self._apply_admits(plan)
+        if plan.blocks:
+            self._apply_blocks(plan)
+        if plan.rows is not None:
+            # a prefill step has no rows and does not change what the next decode step repeats
+            if plan.num_rows:
+                self._rows = plan.rows
+            return plan.rows
+        return self._rows
+
+    def sampler_mode(self, slots: tuple[int, ...]) -> SamplerMode:
+        """The one sampler that serves these slots; derived alike on every rank."""
+        if not slots:
+            return SamplerMode.GREEDY
+        return SamplerMode(int(self._host_mode[list(slots)].max()))
+
+    def advance_host(self, slots: tuple[int, ...]) -> None:
+        """Mirror what a decode step does to `length` on the device."""
+        self.host_length[list(slots)] += 1
+
+    def _check(self, plan: StepPlan) -> None:
+        touched = [entry.slot for entry in plan.blocks]
+        touched += [admit.slot for admit in plan.admits]
+        touched += [chunk.slot for chunk in plan.chunks]
+        touched += plan.rows or ()
+        bad = [slot for slot in touched if not 0 <= slot < self.slots]
+        if bad:
+            raise ProtocolError(
+                f"step {plan.step} names slots {bad}, expected 0 <= slot < {self.slots}"
+            )
+        rows = self._rows if plan.rows is None else plan.rows
+        if len(rows) != plan.num_rows:
+            raise ProtocolError(
+                f"step {plan.step} decodes {plan.num_rows} rows, but this rank holds {len(rows)}: "
+                "its base is another step"
+            )
+        width = self.block_table.shape[1] // self._pages_per_block
+        wide = [entry.index for entry in plan.blocks if not 0 <= entry.index < width]
+        if wide:
+            raise ProtocolError(f"step {plan.step} sets table entries {wide} of {width}")
+
+    def _apply_admits(self, plan: StepPlan) -> None:
+        index = torch.tensor([admit.slot for admit in plan.admits], device=self.device)
+        self.length[index] = 0
+        self.last_token[index] = 0
+        self.block_table[index] = DUMMY_BLOCK
+        columns = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+        }
+        for name, column in columns.items():
+            values = [getattr(admit.sampling, name) for admit in plan.admits]
+            column[index] = torch.tensor(values, dtype=column.dtype, device=self.device)
+        self.seed[index] = torch.tensor([admit.seed for admit in plan.admits], device=self.device)
+        for admit in plan.admits:
+            self.host_length[admit.slot] = 0
+            self._host_mode[admit.slot] = mode_of(admit.sampling)
+
+    def _apply_blocks(self, plan: StepPlan) -> None:
+        ratio = self._pages_per_block
+        entries = torch.tensor(
+            [(entry.slot, entry.index, entry.block) for entry in plan.blocks], dtype=torch.int64
+        )
+        columns = entries[:, 1:2] * ratio + self._page_offsets
+        pages = entries[:, 2:3].to(torch.int32) * ratio + self._page_offsets
+        slots = entries[:, :1].expand(-1, ratio)
+        self.block_table[slots.to(self.device), columns.to(self.device)] = pages.to(self.device)

@@ -1,0 +1,220 @@
+"""One request: what was asked, what came out, and what the scheduler knows of it.
+
+Two objects, each with one owner. `Request` belongs to the engine's thread and counts by
+arithmetic what was planned. `OutputStream` belongs to the harvest, which may run on a worker
+thread, and holds the tokens. They meet only through finished marks and harvest entries.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from tp_runtime.sampling import SamplingParams
+    from tp_runtime.step_plan import TokenArray
+
+
+class TextStream(Protocol):
+    """Turns tokens into text as they come; never gives half a character."""
+
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A request as far as it has come.
+
+    Args:
+        token_ids: all generated tokens so far, a final EOS included.
+        text: all text so far; ends before a stop string. Empty without a tokenizer.
+        new_text: what `text` gained since the output before.
+        finish_reason: "eos", "length", "stop" or "abort"; None while it runs.
+        error: why it was aborted by the runtime itself; None otherwise.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    new_text: str
+    finished: bool
+    finish_reason: str | None
+    error: str | None = None
+
+
+class OutputStream:
+    """Collects the tokens of one request, finds its end, and says what is new.
+
+    Args:
+        max_new_tokens: after this many tokens the reason is "length".
+        eos_token_ids: tokens that end it; empty to ignore them.
+        text_stream: None where there is no tokenizer; then stop strings cannot be used.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        max_new_tokens: int,
+        eos_token_ids: Sequence[int],
+        stop: Sequence[str],
+        text_stream: TextStream | None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = tuple(prompt_token_ids)
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self.error: str | None = None
+        self._max_new_tokens = max_new_tokens
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._stop = tuple(stop)
+        # text that could still become a stop string is held back
+        self._hold_back = max((len(text) for text in stop), default=1) - 1
+        self._text_stream = text_stream
+        self._text = ""
+        self._emitted = 0
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def push(self, token_id: int) -> RequestOutput:
+        """Take the next token. Must not be called once finished."""
+        self.token_ids.append(token_id)
+        is_eos = token_id in self._eos_token_ids
+        if self._text_stream is not None and not is_eos:
+            self._text += self._text_stream.push(token_id)
+        if is_eos:
+            self.finish_reason = "eos"
+        elif self._cut_at_stop_string():
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= self._max_new_tokens:
+            self.finish_reason = "length"
+        if self._text_stream is not None and self.finish_reason in ("eos", "length"):
+            self._text += self._text_stream.flush()
+            if self._cut_at_stop_string():
+                self.finish_reason = "stop"
+        return self._output()
+
+    def abort(self, error: str | None = None) -> RequestOutput:
+        """End it where it is; `error` says why when nobody asked for it."""
+        self.finish_reason = "abort"
+        self.error = error
+        if self._text_stream is not None:
+            self._text += self._text_stream.flush()
+        return self._output()
+
+    def _cut_at_stop_string(self) -> bool:
+        found = [at for at in (self._text.find(text) for text in self._stop) if at >= 0]
+        if found:
+            self._text = self._text[: min(found)]
+        return bool(found)
+
+    def _output(self) -> RequestOutput:
+        end = len(self._text)
+        if not self.finished:
+            end = max(self._emitted, end - self._hold_back)
+        new_text = self._text[self._emitted : end]
+        self._emitted = end
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_token_ids=self.prompt_token_ids,
+            token_ids=tuple(self.token_ids),
+            text=self._text[:end],
+            new_text=new_text,
+            finished=self.finished,
+            finish_reason=self.finish_reason,
+            error=self.error,
+        )
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """What the scheduler counts of one request; never touched by the harvest.
+
+    Args:
+        to_prefill: int32, tokens to compute before it can decode: the prompt, and after a
+            preemption what had been generated too.
+        max_new_tokens: bounded by the model's length as well.
+        computed: tokens whose keys and values are planned to be in the cache.
+        planned: generated tokens that are planned or done.
+    """
+
+    request_id: str
+    output: OutputStream
+    sampling: SamplingParams
+    seed: int
+    max_new_tokens: int
+    to_prefill: TokenArray
+    slot: int = -1
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    planned: int = 0
+    retired: bool = False
+
+    @property
+    def prefilling(self) -> bool:
+        return self.computed < len(self.to_prefill)
+
+    def restart(self) -> None:
+        """After a preemption: all tokens known so far are to be computed again."""
+        known = [*self.output.prompt_token_ids, *self.output.token_ids]
+        self.to_prefill = np.array(known, dtype=np.int32)
+        self.planned = len(self.output.token_ids)
+        self.slot = -1
+        self.blocks = []
+        self.computed = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What the harvest of one step needs: whose token each sampled row is, and who was aborted.
+
+    Immutable; made when the step is planned.
+    """
+
+    step: int
+    sampled: tuple[Request, ...] = ()
+    aborted: tuple[Request, ...] = ()
+
+
+class Harvest:
+    """Turns the tokens of a step into outputs and finished marks. One thread at a time.
+
+    Both queues are read by the engine's thread; deque appends and pops are atomic.
+    """
+
+    def __init__(self) -> None:
+        self.outputs: deque[RequestOutput] = deque()
+        self.finished: deque[tuple[int, Request]] = deque()
+
+    def run(self, snapshot: Snapshot, read_tokens: Callable[[], Sequence[int]]) -> None:
+        """Append a step's tokens. A token of a request that had ended is dropped: it was
+        computed because the end is known one step late."""
+        tokens = read_tokens() if snapshot.sampled else ()
+        for request, token in zip(snapshot.sampled, tokens, strict=True):
+            output = request.output
+            if output.finished:
+                continue
+            if token < 0:
+                failed = output.abort(f"no token at step {snapshot.step}: the logits hold a NaN")
+                self._emit(snapshot.step, request, failed)
+            else:
+                self._emit(snapshot.step, request, output.push(token))
+        for request in snapshot.aborted:
+            if not request.output.finished:
+                self._emit(snapshot.step, request, request.output.abort())
+
+    def _emit(self, step: int, request: Request, output: RequestOutput) -> None:
+        self.outputs.append(output)
+        if output.finished:
+            self.finished.append((step, request))

@@ -1,0 +1,313 @@
+"""Runs step plans on one rank: the same code on every rank, driven by nothing but the plan.
+
+A decode step gathers by slot, runs the model, samples, and advances tokens and lengths in place,
+all on the device. It runs over static buffers of the bucket's size, so that a CUDA graph can be
+captured of it; padded rows use the dummy slot, whose length never grows and whose keys and values
+go to the dummy block. Prefill and mixed steps run eagerly: their shapes change every step, and one
+chunk fills the device without a graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tp_runtime.attention import DecodeRows, PromptChunk, StepAttention
+from tp_runtime.errors import CaptureError, ProtocolError
+from tp_runtime.graphs import DecodeGraphs
+from tp_runtime.ops.sampling import SamplerMode, gather_vocab_sizes, sample
+from tp_runtime.selection import DecodeStep, prepare_decode_backend
+from tp_runtime.step_plan import StepKind
+from tp_runtime.step_times import Phase, StepTimes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from tp_runtime.attention import KvCache
+    from tp_runtime.device_state import DeviceState
+    from tp_runtime.graphs import CaptureReport
+    from tp_runtime.group import TpGroup
+    from tp_runtime.models.base import DecodeModel
+    from tp_runtime.selection import BackendPlan, BackendSet, DecodeBackend
+    from tp_runtime.step_plan import StepPlan
+
+SAMPLERS = len(SamplerMode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphStep:
+    """A decode step as `DecodeGraphs` sees it: variant counts backend and sampler together."""
+
+    batch_size: int
+    bucket: int
+    variant: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerStatistics:
+    """Steps by how they ran. `eager_decode_steps` are pure decode steps without a bucket."""
+
+    graph_steps: int
+    eager_decode_steps: int
+    prefill_steps: int
+    mixed_steps: int
+    padded_rows: int
+
+
+class StepRunner:
+    """One rank's part of every step. One owner thread."""
+
+    def __init__(
+        self,
+        *,
+        model: DecodeModel,
+        group: TpGroup,
+        state: DeviceState,
+        cache: KvCache,
+        plan: BackendPlan,
+        backends: BackendSet,
+        buckets: Sequence[int],
+        times: StepTimes,
+    ) -> None:
+        self._model = model
+        self._group = group
+        self._state = state
+        self._cache = cache
+        self._plan = plan
+        self._backends = backends
+        self._times = times
+        self._slots = torch.full(
+            (max(buckets),), state.dummy_slot, dtype=torch.int64, device=state.device
+        )
+        self._graphs = DecodeGraphs(
+            self._graph_step,
+            inputs={"slots": self._slots},
+            buckets=buckets,
+            variants={bucket: len(plan.variants(bucket)) * SAMPLERS for bucket in buckets},
+            device=state.device,
+        )
+        shape = model.shape
+        self._vocab_sizes = gather_vocab_sizes(
+            group, shape.vocab_end - shape.vocab_start, state.device
+        )
+        self._next_step = 0
+        self._graph_steps = self._eager_steps = self._prefill_steps = self._mixed_steps = 0
+        self._padded_rows = 0
+
+    @torch.inference_mode()
+    def capture(self, progress: Callable[[int, int], None] | None = None) -> CaptureReport:
+        """Capture every bucket and variant; on a CPU the static step is prepared instead."""
+        for bucket in self._plan.buckets:
+            for name in self._plan.variants(bucket):
+                self._backends.get(name).prepare_for_capture(bucket)
+        return self._graphs.capture(progress)
+
+    def can_run(self, batch_size: int, bucket: int, variant: int) -> tuple[bool, str]:
+        """Whether every sampler's graph of (bucket, variant) exists. Pure; asked by rank 0."""
+        step = GraphStep(batch_size=batch_size, bucket=bucket, variant=variant * SAMPLERS)
+        return self._graphs.can_run(step)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> Tensor | None:
+        """Run one step.
+
+        Returns:
+            int64 [sampled rows], the tokens on the device: the decode rows in order, then the
+            chunks that sample. None when nothing was sampled. On a GPU it is overwritten by the
+            next replay of the same bucket.
+
+        Raises:
+            ProtocolError: the plan does not follow the one before, or cannot be applied.
+            CaptureError: the plan names a graph that this rank does not hold.
+        """
+        if plan.step != self._next_step:
+            raise ProtocolError(
+                f"rank {self._group.rank}: expected step {self._next_step}, got {plan.step}"
+            )
+        self._next_step += 1
+        if plan.kind in (StepKind.IDLE, StepKind.STOP):
+            return None
+        with self._times.measure(plan.step, Phase.PREPARE):
+            rows = self._state.apply(plan)
+        if plan.kind is StepKind.DECODE:
+            return self._decode(plan, rows)
+        return self._mixed(plan, rows)
+
+    def close(self) -> None:
+        """Destroy the graphs; before the group, whose collectives they hold."""
+        self._graphs.close()
+
+    def statistics(self) -> RunnerStatistics:
+        return RunnerStatistics(
+            graph_steps=self._graph_steps,
+            eager_decode_steps=self._eager_steps,
+            prefill_steps=self._prefill_steps,
+            mixed_steps=self._mixed_steps,
+            padded_rows=self._padded_rows,
+        )
+
+    def _decode(self, plan: StepPlan, rows: tuple[int, ...]) -> Tensor:
+        mode = self._state.sampler_mode(rows)
+        with self._times.measure(plan.step, Phase.PREPARE):
+            step = self._decode_step(rows, plan.bucket, plan.variant)
+            backend = prepare_decode_backend(self._plan, step, backends=self._backends)
+            slots = torch.tensor(rows, dtype=torch.int64)
+            if plan.bucket is not None:
+                graph_step = GraphStep(
+                    batch_size=len(rows),
+                    bucket=plan.bucket,
+                    variant=plan.variant * SAMPLERS + mode,
+                )
+                able, reason = self._graphs.can_run(graph_step)
+                if not able:
+                    raise CaptureError(
+                        f"rank {self._group.rank}: step {plan.step} replays bucket {plan.bucket} "
+                        f"variant {plan.variant}, but {reason}"
+                    )
+                self._slots[: len(rows)].copy_(slots, non_blocking=True)
+                self._slots[len(rows) : plan.bucket] = self._state.dummy_slot
+        with self._times.measure(plan.step, Phase.MODEL):
+            if plan.bucket is None:
+                self._eager_steps += 1
+                tokens = self._decode_rows(slots.to(self._state.device), backend, mode)
+            else:
+                self._graph_steps += 1
+                self._padded_rows += plan.bucket - len(rows)
+                tokens = self._graphs.replay(graph_step)
+        self._state.advance_host(rows)
+        return tokens[: len(rows)]
+
+    def _decode_step(
+        self, rows: tuple[int, ...], bucket: int | None, variant: int
+    ) -> DecodeStep:
+        kv_lens = np.ones(bucket or len(rows), dtype=np.int32)
+        kv_lens[: len(rows)] = self._state.host_length[list(rows)] + 1
+        return DecodeStep(batch_size=len(rows), kv_lens=kv_lens, bucket=bucket, variant=variant)
+
+    def _graph_step(self, inputs: dict[str, Tensor], bucket: int, variant: int) -> Tensor:
+        """The step function that is captured; also runs as it is on a CPU."""
+        name = self._plan.variants(bucket)[variant // SAMPLERS]
+        return self._decode_rows(
+            inputs["slots"], self._backends.get(name), SamplerMode(variant % SAMPLERS)
+        )
+
+    def _decode_rows(self, slots: Tensor, backend: DecodeBackend, mode: SamplerMode) -> Tensor:
+        """One token for each slot; rows of the dummy slot change nothing that is ever read."""
+        state = self._state
+        positions = state.length[slots]
+        decode, cache_rows = self._decode_part(slots, positions, backend)
+        attention = StepAttention(self._cache, cache_rows=cache_rows, decode=decode)
+        hidden = self._model.forward(state.last_token[slots], positions, attention)
+        tokens = self._sample(hidden, slots, positions + 1, mode)
+        valid = (slots != state.dummy_slot).to(torch.int64)
+        state.last_token[slots] = tokens.clamp(min=0)  # a row without a token is failed later
+        state.length.index_add_(0, slots, valid)
+        return tokens
+
+    def _decode_part(
+        self, slots: Tensor, positions: Tensor, backend: DecodeBackend
+    ) -> tuple[DecodeRows, Tensor]:
+        table = self._state.block_table[slots]
+        columns = (positions // self._cache.page_size)[:, None]
+        pages = table.gather(1, columns)[:, 0]
+        decode = DecodeRows(
+            backend=backend, block_table=table, kv_lens=(positions + 1).to(torch.int32)
+        )
+        return decode, self._cache.rows_of(pages, positions)
+
+    def _mixed(self, plan: StepPlan, rows: tuple[int, ...]) -> Tensor | None:
+        """Decode rows, if any, and prompt chunks in one forward pass."""
+        state, cache, device = self._state, self._cache, self._state.device
+        with self._times.measure(plan.step, Phase.PREPARE):
+            decode = None
+            tokens, positions, cache_rows = [], [], []
+            if rows:
+                self._mixed_steps += 1
+                step = self._decode_step(rows, None, 0)
+                backend = prepare_decode_backend(self._plan, step, backends=self._backends)
+                slots = torch.tensor(rows, dtype=torch.int64, device=device)
+                positions.append(state.length[slots])
+                tokens.append(state.last_token[slots])
+                decode, written = self._decode_part(slots, positions[0], backend)
+                cache_rows.append(written)
+            else:
+                self._prefill_steps += 1
+            chunks, last_rows, total = [], [], len(rows)
+            for chunk in plan.chunks:
+                self._check_chunk(plan, chunk.slot, chunk.start, chunk.end)
+                where = torch.arange(chunk.start, chunk.end, device=device)
+                table = state.block_table[chunk.slot].to(torch.int64)
+                cache_rows.append(cache.rows_of(table[where // cache.page_size], where))
+                positions.append(where)
+                tokens.append(torch.from_numpy(chunk.token_ids.astype(np.int64)).to(device))
+                pages = table[: -(-chunk.end // cache.page_size)]
+                chunks.append(PromptChunk.make(start=chunk.start, end=chunk.end, pages=pages))
+                total += chunk.end - chunk.start
+                if chunk.samples:
+                    last_rows.append(total - 1)
+            attention = StepAttention(
+                cache, cache_rows=torch.cat(cache_rows), decode=decode, chunks=chunks
+            )
+        with self._times.measure(plan.step, Phase.MODEL):
+            where = torch.cat(positions)
+            hidden = self._model.forward(torch.cat(tokens), where, attention)
+            sampled = self._sample_mixed(plan, rows, last_rows, hidden, where)
+        state.advance_host(rows)
+        if rows:
+            state.length[slots] += 1
+        for chunk in plan.chunks:
+            state.length[chunk.slot] = chunk.end
+            state.host_length[chunk.slot] = chunk.end
+        return sampled
+
+    def _sample_mixed(
+        self,
+        plan: StepPlan,
+        rows: tuple[int, ...],
+        last_rows: list[int],
+        hidden: Tensor,
+        positions: Tensor,
+    ) -> Tensor | None:
+        sampling = (*rows, *(chunk.slot for chunk in plan.chunks if chunk.samples))
+        if not sampling:
+            return None
+        device = self._state.device
+        slots = torch.tensor(sampling, dtype=torch.int64, device=device)
+        picked = torch.tensor([*range(len(rows)), *last_rows], dtype=torch.int64, device=device)
+        mode = self._state.sampler_mode(sampling)
+        tokens = self._sample(hidden[picked], slots, positions[picked] + 1, mode)
+        self._state.last_token[slots] = tokens.clamp(min=0)
+        return tokens
+
+    def _sample(
+        self, hidden: Tensor, slots: Tensor, positions: Tensor, mode: SamplerMode
+    ) -> Tensor:
+        """Draw the tokens that stand at `positions`; equal on every rank."""
+        state = self._state
+        return sample(
+            self._model.logits(hidden),
+            vocab_start=self._model.shape.vocab_start,
+            temperature=state.temperature[slots],
+            top_k=state.top_k[slots],
+            top_p=state.top_p[slots],
+            min_p=state.min_p[slots],
+            seed=state.seed[slots],
+            position=positions,
+            mode=mode,
+            group=self._group,
+            vocab_sizes=self._vocab_sizes,
+        )
+
+    def _check_chunk(self, plan: StepPlan, slot: int, start: int, end: int) -> None:
+        have = int(self._state.host_length[slot])
+        most = self._state.block_table.shape[1] * self._cache.page_size
+        if start != have or end > most:
+            raise ProtocolError(
+                f"rank {self._group.rank}: step {plan.step} prefills slot {slot} from {start} to "
+                f"{end}, expected from {have} and at most to {most}"
+            )
