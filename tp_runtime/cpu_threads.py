@@ -1,0 +1,61 @@
+"""How many CPU threads one rank may use when several share the host."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from tp_runtime.errors import EnvError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["available_cpus", "cpu_threads_per_rank", "requested_threads"]
+
+
+def available_cpus(*, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """CPUs that this process may use: its affinity, and the quota of its container (cgroup v2)."""
+    count = len(psutil.Process().cpu_affinity() or ()) or os.cpu_count() or 1
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return count  # no such file: cgroup v1, or not a container
+    return count if quota == "max" else max(1, min(count, int(quota) // int(period)))
+
+
+def cpu_threads_per_rank(local_world_size: int) -> int:
+    """An equal share of the CPUs, at least one.
+
+    Args:
+        local_world_size: ranks on this host.
+    """
+    return max(1, available_cpus() // local_world_size)
+
+
+def requested_threads(
+    env: Mapping[str, str] | None = None, *, local_world_size: int = 1
+) -> int | None:
+    """The number of threads that the user asked for, or None.
+
+    TP_RUNTIME_NUM_THREADS always counts. OMP_NUM_THREADS counts unless it is the 1 that torchrun
+    sets by itself when it starts more than one process.
+
+    Raises:
+        EnvError: the variable is not a positive number.
+    """
+    env = os.environ if env is None else env
+    for name in ("TP_RUNTIME_NUM_THREADS", "OMP_NUM_THREADS"):
+        text = env.get(name)
+        if not text:
+            continue
+        if name == "OMP_NUM_THREADS":
+            text = text.partition(",")[0]  # one number per level of nesting
+            if text == "1" and local_world_size > 1:
+                continue
+        if not text.isdecimal() or int(text) < 1:
+            raise EnvError(f"{name}={env[name]!r}: expected a positive number of threads")
+        return int(text)
+    return None

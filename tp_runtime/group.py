@@ -1,0 +1,431 @@
+"""The collectives of one tensor-parallel group, the same on CPU and GPU.
+
+On the GPU they are NCCL's and run on the current stream. On the CPU they go through shared
+memory (:mod:`tp_runtime.shared_reduce`), or through gloo where that is not possible. Every wait
+of the host is bounded, and a rank that has ended is named at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Self, cast
+
+import torch
+import torch.distributed as dist
+
+from tp_runtime.cpu_threads import cpu_threads_per_rank, requested_threads
+from tp_runtime.errors import ChannelClosed, DeadlineExceeded, PeerLost, TpGroupError
+from tp_runtime.liveness import PeerWatch
+from tp_runtime.process_group import connect_store, make_gloo, make_nccl, set_nccl_defaults
+from tp_runtime.shared_reduce import REDUCED_DTYPES, SharedReduce, SharedReduceStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tp_runtime.process_group import Collectives
+    from tp_runtime.ranks import RankInfo
+
+__all__ = ["GroupStatistics", "TpGroup", "cpu_threads_per_rank"]
+
+log = logging.getLogger(__name__)
+
+_POLLS_BEFORE_SLEEP = 200
+_POLL_S = 0.0001
+_DEATH_SHOWS_S = 0.2  # from the reset of a dead peer's socket to the end of its process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStatistics:
+    """What a group has done since it was made.
+
+    Attributes:
+        device: collectives on the group's accelerator.
+        gloo: collectives of CPU tensors through gloo, or through the host's own group.
+        shared: those through shared memory; None where there is none.
+    """
+
+    device: int
+    gloo: int
+    shared: SharedReduceStatistics | None
+
+
+class TpGroup:
+    """One rank's member of a tensor-parallel group.
+
+    Made by :meth:`create`, :meth:`single` or :meth:`from_process_group`. Every rank calls the
+    same collectives in the same order, one thread at a time; :meth:`fail` is for any thread.
+
+    Attributes:
+        rank: TP rank, 0 <= rank < size.
+        size: ranks in the group.
+        device: where the tensors of this rank live; CPU tensors are taken as well.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        cpu: Collectives | None = None,
+        accelerator: Collectives | None = None,
+        owned: bool = False,
+        shared_memory: bool = True,
+    ) -> None:
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._timeout_s = timeout_s
+        self._cpu = cpu
+        self._accelerator = accelerator
+        self._owned = owned
+        self._failure: Exception | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._device_count = 0
+        self._gloo_count = 0
+        self._watch: PeerWatch | None = None
+        self._shared: SharedReduce | None = None
+        if size > 1:
+            self._watch = self._watch_peers()
+            if shared_memory and self._watch is not None:
+                self._shared = SharedReduce.open(
+                    self._exchange, rank=rank, size=size, timeout_s=timeout_s, watch=self._watch
+                )
+
+    # ---- making one --------------------------------------------------------------------------
+
+    @classmethod
+    def create(
+        cls,
+        info: RankInfo,
+        *,
+        device: torch.device,
+        timeout_s: float = 120.0,
+        shared_memory: bool = True,
+    ) -> Self:
+        """Meets the other ranks of this rank's tensor-parallel group.
+
+        Args:
+            info: the place of this rank.
+            device: ``cpu``, or this rank's own ``cuda:<local rank>``.
+            timeout_s: bounds the meeting, and later every wait of the host for a peer.
+            shared_memory: False keeps CPU tensors on gloo.
+
+        Raises:
+            TpGroupError: the group was not formed in time, or the store's port is not ours.
+        """
+        if device.type == "cpu":
+            asked = requested_threads(local_world_size=info.local_world_size)
+            torch.set_num_threads(asked or cpu_threads_per_rank(info.local_world_size))
+        if info.tp_size == 1:
+            return cls.single(device)
+        store = connect_store(info, timeout_s=timeout_s)
+        cpu = make_gloo(store, info, timeout_s=timeout_s)
+        accelerator = None
+        if device.type != "cpu":
+            accelerator = make_nccl(store, info, device, timeout_s=timeout_s)
+        return cls(
+            rank=info.tp_rank,
+            size=info.tp_size,
+            device=device,
+            timeout_s=timeout_s,
+            cpu=cpu,
+            accelerator=accelerator,
+            owned=True,
+            shared_memory=shared_memory,
+        )
+
+    @classmethod
+    def single(cls, device: torch.device) -> Self:
+        """A group of one rank, in which every collective gives back its argument."""
+        return cls(rank=0, size=1, device=device, timeout_s=0.0)
+
+    @classmethod
+    def from_process_group(
+        cls,
+        pg: dist.ProcessGroup,
+        *,
+        device: torch.device | None = None,
+        timeout_s: float = 120.0,
+    ) -> Self:
+        """Works on a group that the host program owns, and leaves it open at the end.
+
+        Args:
+            pg: a group of torch.distributed; its ranks become the TP ranks. Every rank of it
+                makes this call.
+            device: by default the current accelerator if the group serves one, else the CPU.
+            timeout_s: bounds every wait of the host for a peer.
+        """
+        kinds = {kind.type for kind in pg._device_types}
+        if device is None:
+            on_gpu = "cuda" in kinds and torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device() if on_gpu else 0)
+            device = device if on_gpu else torch.device("cpu")
+        if device.type not in kinds:
+            raise TpGroupError(
+                f"the process group serves {', '.join(sorted(kinds))}, but the device of rank "
+                f"{pg.rank()} is {device}: pass a group that serves {device.type}"
+            )
+        set_nccl_defaults()
+        return cls(
+            rank=pg.rank(),
+            size=pg.size(),
+            device=device,
+            timeout_s=timeout_s,
+            cpu=cast("Collectives", pg) if "cpu" in kinds else None,
+            accelerator=cast("Collectives", pg) if device.type != "cpu" else None,
+        )
+
+    # ---- collectives -------------------------------------------------------------------------
+
+    def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
+        """Sums ``t`` over the ranks, in place, and returns it.
+
+        Every rank gets the same bits. Through shared memory the sum is taken in rank order.
+
+        Raises:
+            PeerLost: a rank ended or failed the group.
+            DeadlineExceeded: a rank that lives did not come in time.
+            TpGroupError: the transport failed for another reason.
+        """
+        if self.size == 1:
+            return t
+        shared = self._shared
+        if shared is not None and t.device.type == "cpu" and t.dtype in REDUCED_DTYPES:
+            return shared.all_reduce(t) if t.numel() else t
+        if not t.numel():
+            return t
+        dense = t.contiguous()
+        self._run(dense, lambda pg: pg.allreduce([dense]))
+        return t if dense is t else t.copy_(dense)
+
+    def all_gather(self, t: torch.Tensor) -> torch.Tensor:
+        """The tensors of all ranks, [size, *t.shape]. All have the same shape and dtype.
+
+        Raises:
+            PeerLost, DeadlineExceeded, TpGroupError: as :meth:`all_reduce`.
+        """
+        if self.size == 1:
+            return t.unsqueeze(0)
+        out = t.new_empty((self.size, *t.shape))
+        if not t.numel():
+            return out
+        if self._shared is not None and t.device.type == "cpu":
+            return self._shared.all_gather(t, out)
+        dense = t.contiguous()
+        self._run(dense, lambda pg: pg._allgather_base(out.view(-1), dense.view(-1)))
+        return out
+
+    def broadcast(self, t: torch.Tensor) -> torch.Tensor:
+        """Copies ``t`` of TP rank 0 into that of the others, in place, and returns it.
+
+        Raises:
+            PeerLost, DeadlineExceeded, TpGroupError: as :meth:`all_reduce`.
+        """
+        if self.size == 1 or not t.numel():
+            return t
+        if self._shared is not None and t.device.type == "cpu":
+            return self._shared.broadcast(t)
+        dense = t.contiguous()
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._run(dense, lambda pg: pg.broadcast([dense], options))
+        return t if dense is t else t.copy_(dense)
+
+    def barrier(self) -> None:
+        """Returns when all ranks have called it; on an accelerator waits for the device, too.
+
+        Raises:
+            PeerLost, DeadlineExceeded, TpGroupError: as :meth:`all_reduce`.
+        """
+        if self.size == 1:
+            return
+        if self._shared is not None:
+            self._shared.barrier()
+        else:
+            self._host_side(self.all_reduce, torch.zeros(1))
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """The bytes of TP rank 0, on every rank.
+
+        Args:
+            data: what to send on rank 0; ignored on the others.
+
+        Raises:
+            TpGroupError: rank 0 has nothing to send.
+            PeerLost, DeadlineExceeded: as :meth:`all_reduce`.
+        """
+        if self.rank == 0 and data is None:
+            raise TpGroupError("broadcast_bytes: TP rank 0 must give the bytes, got None")
+        if self.size == 1:
+            return data or b""
+        sent = (data or b"") if self.rank == 0 else b""
+        length = int(self._host_side(self.broadcast, torch.tensor([len(sent)])).item())
+        if length == 0:
+            return b""
+        body = bytearray(sent) if self.rank == 0 else bytearray(length)
+        got = self._host_side(self.broadcast, torch.frombuffer(body, dtype=torch.uint8))
+        return got.numpy().tobytes()
+
+    # ---- failure and end ---------------------------------------------------------------------
+
+    def fail(self, cause: Exception) -> None:
+        """Ends every wait of this group with ``cause``, now and later. From any thread.
+
+        Peers that share memory with this rank get PeerLost at once; others at their deadline.
+        """
+        with self._lock:
+            if self._failure is None:
+                self._failure = cause
+        if self._shared is not None:
+            self._shared.fail(cause)
+
+    def statistics(self) -> GroupStatistics:
+        """How many collectives went which way so far."""
+        return GroupStatistics(
+            device=self._device_count,
+            gloo=self._gloo_count,
+            shared=None if self._shared is None else self._shared.statistics(),
+        )
+
+    def close(self) -> None:
+        """Leaves the group; a group of the host program stays open. Idempotent.
+
+        Graphs that hold collectives of this group must be gone before.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._failure is None:
+                self._failure = ChannelClosed(f"TP rank {self.rank}: the group is closed")
+        if self._shared is not None:
+            self._shared.close()
+        if self._watch is not None:
+            self._watch.close()
+        if self._owned:
+            for owned in (self._accelerator, self._cpu):
+                if owned is not None:
+                    owned.shutdown()
+        self._cpu = self._accelerator = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---- how -----------------------------------------------------------------------------------
+
+    def _run(self, t: torch.Tensor, start: Callable[[Collectives], dist.Work]) -> None:
+        """Starts a collective on the group of the tensor's device, and waits for it in bounds."""
+        if self._failure is not None:
+            raise self._failure
+        if t.device.type != "cpu":
+            if self._accelerator is None:
+                raise TpGroupError(
+                    f"TP rank {self.rank}: got a tensor on {t.device}, but the group is on "
+                    f"{self.device}"
+                )
+            self._device_count += 1
+            try:
+                # Makes the current stream wait, not the host; may be captured in a graph.
+                start(self._accelerator).wait()
+            except RuntimeError as error:
+                raise self._explained(error) from error
+            return
+        if self._cpu is None:
+            raise TpGroupError(
+                f"TP rank {self.rank}: got a CPU tensor, but the process group serves "
+                f"{self.device.type} only"
+            )
+        self._gloo_count += 1
+        try:
+            self._wait(start(self._cpu))
+        except RuntimeError as error:
+            raise self._explained(error) from error
+
+    def _wait(self, work: dist.Work) -> None:
+        """Polls, so that a failure from another thread and a dead peer end the wait."""
+        started = time.monotonic()
+        polls = 0
+        while not work.is_completed():
+            polls += 1
+            if polls < _POLLS_BEFORE_SLEEP:
+                os.sched_yield()
+                continue
+            time.sleep(_POLL_S)
+            if self._failure is not None:
+                raise self._failure
+            waited = time.monotonic() - started
+            if waited > self._timeout_s:
+                late = DeadlineExceeded(
+                    f"TP rank {self.rank} waited {waited:.1f} s in collective {self._gloo_count}: "
+                    f"do all ranks run the same steps? A longer timeout_s allows more"
+                )
+                self.fail(late)
+                raise late
+        work.wait()
+
+    def _explained(self, error: RuntimeError) -> Exception:
+        """What a failed transport means: a peer that ended, if one did."""
+        deadline = time.monotonic() + _DEATH_SHOWS_S
+        dead = None
+        while self._watch is not None and dead is None and time.monotonic() < deadline:
+            dead = self._watch.dead()
+            time.sleep(_POLL_S)
+        first = str(error).strip().partition("\n")[0]
+        if dead is None:
+            cause: Exception = TpGroupError(
+                f"TP rank {self.rank}: a collective failed ({first}); look at the other ranks"
+            )
+        else:
+            reason = "its process has ended"
+            cause = PeerLost(
+                f"TP rank {self.rank} lost TP rank {dead}: {reason} ({first}); look at its output",
+                rank=dead,
+                reason=reason,
+            )
+        self.fail(cause)
+        return cause
+
+    def _host_side(
+        self, collective: Callable[[torch.Tensor], torch.Tensor], t: torch.Tensor
+    ) -> torch.Tensor:
+        """Runs a collective on a CPU tensor, through the device if the group serves only that."""
+        if self._cpu is not None or self._shared is not None:
+            return collective(t)
+        return collective(t.to(self.device)).cpu()
+
+    def _exchange(self, row: torch.Tensor) -> torch.Tensor:
+        return self._host_side(self.all_gather, row)
+
+    def _watch_peers(self) -> PeerWatch | None:
+        """Watches the other processes, unless a rank cannot see the processes of all others."""
+        own = torch.tensor([os.getpid(), *_process_numbering()])
+        rows = self._exchange(own)
+        watch = None
+        if bool((rows[:, 1:] == own[1:]).all()):
+            try:
+                watch = PeerWatch(rows[:, 0].tolist(), rank=self.rank)
+            except OSError as error:
+                log.info("TP rank %d cannot watch its peers: %s", self.rank, error)
+        everyone = bool(self._exchange(torch.tensor([int(watch is not None)])).all())
+        if watch is not None and not everyone:
+            watch.close()
+            return None
+        return watch
+
+
+def _process_numbering() -> tuple[int, int]:
+    """Two numbers that are equal where process ids mean the same processes."""
+    host = hashlib.blake2b(Path("/proc/sys/kernel/random/boot_id").read_bytes(), digest_size=7)
+    return int.from_bytes(host.digest(), "little"), os.stat("/proc/self/ns/pid").st_ino

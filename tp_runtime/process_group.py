@@ -1,0 +1,147 @@
+"""Forms the process group of one tensor-parallel group, apart from torch's global one.
+
+``torch.distributed.init_process_group`` needs every rank of the run, and a process has only one
+default group. Here the ranks of one TP group meet alone: several groups of one torchrun do not
+wait for each other, and a host program keeps its own default group. torchrun's store is used
+where it has one (TORCHELASTIC_USE_AGENT_STORE); otherwise global rank 0 listens, as torch does.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from tp_runtime.errors import TpGroupError
+
+if TYPE_CHECKING:
+    import torch
+
+    from tp_runtime.ranks import RankInfo
+
+__all__ = ["Collectives", "connect_store", "make_gloo", "make_nccl", "set_nccl_defaults"]
+
+
+class Collectives(Protocol):
+    """What is used of a c10d backend, and of a ProcessGroup, which has the same calls."""
+
+    def allreduce(self, tensors: list[torch.Tensor], /) -> dist.Work: ...
+    def broadcast(
+        self, tensors: list[torch.Tensor], options: dist.BroadcastOptions, /
+    ) -> dist.Work: ...
+    def _allgather_base(self, output: torch.Tensor, input_: torch.Tensor, /) -> dist.Work: ...
+    def shutdown(self) -> None: ...
+
+
+_served: dict[tuple[str, int], Store] = {}
+"""Stores that this process listens for: other TP groups may need them after ours has closed."""
+
+
+def connect_store(info: RankInfo, *, timeout_s: float) -> Store:
+    """The key-value store of this rank's TP group in this attempt.
+
+    Raises:
+        TpGroupError: nothing, or something else, answers at MASTER_ADDR:MASTER_PORT.
+    """
+    place = (info.master_addr, info.master_port)
+    agent_listens = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    listen = info.rank == 0 and not agent_listens
+    store = _served.get(place) if listen else None
+    if store is None:
+        try:
+            store = TCPStore(
+                info.master_addr,
+                info.master_port,
+                is_master=listen,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (RuntimeError, ValueError) as error:
+            what = "listen on" if listen else "reach the store of this run at"
+            advice = (
+                "another program uses the port: choose a free one with --master-port, "
+                "or start with torchrun --standalone"
+                if listen
+                else "is global rank 0 running, and does no other program listen there?"
+            )
+            raise TpGroupError(
+                f"rank {info.rank} cannot {what} {info.master_addr}:{info.master_port} "
+                f"({_first_line(error)}); {advice}"
+            ) from error
+        if listen:
+            _served[place] = store
+    prefix = f"tp_runtime/{info.run_id}/{info.restart_count}/{info.tp_size}/{info.tp_group}"
+    return PrefixStore(prefix, store)
+
+
+def make_gloo(store: Store, info: RankInfo, *, timeout_s: float) -> Collectives:
+    """A gloo group over loopback: a TP group never leaves its host.
+
+    Naming the interface also avoids a look-up of the host's name, which may hang or be wrong.
+
+    Raises:
+        TpGroupError: not all ranks came within ``timeout_s``.
+    """
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack the options
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=timeout_s)
+    try:
+        return cast(
+            "Collectives",
+            gloo(PrefixStore("gloo", store), info.tp_rank, info.tp_size, options),
+        )
+    except RuntimeError as error:
+        raise TpGroupError(_not_formed(info, timeout_s, error)) from error
+
+
+def make_nccl(
+    store: Store, info: RankInfo, device: torch.device, *, timeout_s: float
+) -> Collectives:
+    """An NCCL group, connected at once so that a failure shows here and not in a decode step.
+
+    Raises:
+        TpGroupError: this torch has no NCCL, or the ranks could not connect.
+    """
+    set_nccl_defaults()
+    if not dist.is_nccl_available():
+        raise TpGroupError(
+            f"rank {info.rank}: device {device} needs NCCL, which this torch was built without"
+        )
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    options.group_name = f"tp_runtime_{info.tp_group}"
+    options.global_ranks_in_group = list(info.tp_ranks)
+    try:
+        group = nccl(PrefixStore("nccl", store), info.tp_rank, info.tp_size, options)
+        group.eager_connect_single_device(device)
+    except RuntimeError as error:
+        raise TpGroupError(_not_formed(info, timeout_s, error)) from error
+    return cast("Collectives", group)
+
+
+def set_nccl_defaults() -> None:
+    """Leaves NVLink multicast off unless the user asked for it; before NCCL is first used.
+
+    Multicast needs fabric rights that containers often lack, and then start-up fails or hangs.
+    """
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+
+
+def _not_formed(info: RankInfo, timeout_s: float, error: Exception) -> str:
+    return (
+        f"rank {info.rank}: tensor-parallel group {info.tp_group} "
+        f"(global ranks {', '.join(map(str, info.tp_ranks))}) was not formed within "
+        f"{timeout_s:g} s through {info.master_addr}:{info.master_port} "
+        f"({_first_line(error)}); look at the output of the other ranks"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

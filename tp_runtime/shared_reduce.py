@@ -1,0 +1,453 @@
+"""Small collectives over shared memory for ranks on the CPUs of one host.
+
+A decode step on the CPU reduces a few hidden rows many times. Over loopback sockets that costs
+more than the arithmetic, so here every rank writes its addend into memory that all of them map,
+says so in one word, and sums what all have written, in rank order: the results of all ranks are
+equal bit by bit.
+
+Layout of the memory, for ``size`` ranks::
+
+    size lines of 128 bytes      words of 64 bits: epoch, status, rank that was lost + 1
+    size texts of 384 bytes      why a rank failed the group
+    2 x size slots               addends; even epochs use the first half, odd ones the second
+
+One operation is one epoch. A rank writes its slot, then its epoch word, then waits until every
+epoch word has come this far, and reads. Two halves are enough: a rank that writes in epoch e + 2
+has seen every rank begin e + 1, and each of them had then finished reading what e left.
+This needs stores that become visible in program order, as on x86-64, and nothing else.
+
+The memory is a memfd without a name. Peers open it through /proc while rank 0 holds it, and then
+all close the descriptor, so that nothing is left behind, however the ranks end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import mmap
+import os
+import platform
+import secrets
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NoReturn, Protocol
+
+import torch
+
+from tp_runtime.errors import ChannelClosed, DeadlineExceeded, PeerLost
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tp_runtime.liveness import PeerWatch
+
+__all__ = ["REDUCED_DTYPES", "SharedReduce", "SharedReduceStatistics"]
+
+log = logging.getLogger(__name__)
+
+REDUCED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.int64})
+"""What ``all_reduce`` sums."""
+
+_LINE_BYTES = 128  # two cache lines: the adjacent-line prefetcher joins pairs
+_LINE_WORDS = _LINE_BYTES // 8
+_TEXT_BYTES = 384
+_EPOCH, _STATUS, _LOST = 0, 1, 2
+_ALIVE, _FAILED, _CLOSED = 0, 1, 2
+
+_CHECK_EVERY = 32  # turns of the waiting loop between two looks at the clock
+_LIVENESS_S = 0.003
+_SPIN_S = 0.005  # longer waits are not part of a decode step, and sleep
+_SLEEP_S = 0.0002
+_MAX_VIEWS = 512
+
+
+class _Exchange(Protocol):
+    """Any all-gather of int64 rows, used once to agree on the memory."""
+
+    def __call__(self, row: torch.Tensor, /) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedReduceStatistics:
+    """What went through the shared memory since the group was made.
+
+    Attributes:
+        operations: epochs; a tensor larger than a slot takes several.
+        long_waits: operations that waited for a peer longer than 5 ms.
+        slot_bytes: size of one slot.
+    """
+
+    operations: int
+    long_waits: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """Tensors over the slots of one half, for one dtype and shape."""
+
+    mine: torch.Tensor
+    slots: tuple[torch.Tensor, ...]
+    stacked: torch.Tensor  # [size, *shape]
+
+
+class SharedReduce:
+    """One rank's end of the memory. Made by :meth:`open`; used by one thread at a time."""
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        *,
+        rank: int,
+        size: int,
+        slot_bytes: int,
+        timeout_s: float,
+        watch: PeerWatch,
+    ) -> None:
+        self._memory = memory
+        self._words = memoryview(memory).cast("Q")
+        self._rank = rank
+        self._size = size
+        self._slot_bytes = slot_bytes
+        self._timeout_s = timeout_s
+        self._watch = watch
+        self._own = rank * _LINE_WORDS
+        self._peers = tuple(peer * _LINE_WORDS for peer in range(size) if peer != rank)
+        self._epoch = 0
+        self._long_waits = 0
+        self._failure: Exception | None = None
+        self._closed = False
+        self._views: dict[tuple[torch.dtype, torch.Size], tuple[_Views, _Views]] = {}
+
+    @classmethod
+    def open(
+        cls,
+        exchange: _Exchange,
+        *,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        watch: PeerWatch,
+        slot_bytes: int = 256 * 1024,
+    ) -> SharedReduce | None:
+        """Maps the memory on all ranks, or on none of them.
+
+        Args:
+            exchange: all-gather of an int64 row [n] to [size, n], called the same number of
+                times on every rank.
+            rank: TP rank of this process.
+            size: ranks in the group, two or more.
+            timeout_s: how long an operation waits for a peer that lives.
+            watch: tells which peer has ended.
+            slot_bytes: largest addend that takes one epoch; a multiple of 4096.
+
+        Returns:
+            None on every rank if any rank cannot map the memory.
+        """
+        total = _data_offset(size) + 2 * size * slot_bytes
+        token = secrets.randbits(63)
+        memory: mmap.mmap | None = None
+        fd = -1
+        reason = ""
+        try:
+            if rank == 0:
+                if platform.machine() not in ("x86_64", "AMD64"):
+                    reason = f"{platform.machine()} does not order stores"
+                else:
+                    try:
+                        fd, memory = _make(total, token, size)
+                    except OSError as error:
+                        reason = f"memfd: {error}"
+            offer = exchange(torch.tensor([os.getpid(), fd, token, total]))[0].tolist()
+            if rank != 0 and offer[1] >= 0:
+                try:
+                    memory = _attach(offer[0], offer[1], token=offer[2], total=total, size=size)
+                except OSError as error:
+                    reason = f"memory of TP rank 0: {error}"
+            mapped = exchange(torch.tensor([int(memory is not None)]))
+        finally:
+            if fd >= 0:
+                os.close(fd)
+        if memory is None or not bool(mapped.all()):
+            log.info("no shared-memory collectives: %s", reason or "another rank cannot map it")
+            if memory is not None:
+                memory.close()
+            return None
+        return cls(
+            memory, rank=rank, size=size, slot_bytes=slot_bytes, timeout_s=timeout_s, watch=watch
+        )
+
+    # ---- operations: every rank calls the same ones in the same order ----------------------
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums in place, in rank order; any shape, a dtype of ``REDUCED_DTYPES``.
+
+        The half types are summed in float32 and rounded once.
+
+        Raises:
+            PeerLost: a peer ended, closed or failed the group.
+            DeadlineExceeded: a peer that lives did not come within ``timeout_s``.
+        """
+        if tensor.nbytes > self._slot_bytes:
+            self._in_chunks(tensor, self.all_reduce)
+            return tensor
+        views = self._views.get((tensor.dtype, tensor.shape)) or self._make_views(tensor)
+        epoch = self._epoch + 1
+        half = views[epoch & 1]
+        half.mine.copy_(tensor)
+        self._meet(epoch)
+        slots = half.slots
+        if len(slots) == 2:
+            torch.add(slots[0], slots[1], out=tensor)
+        elif tensor.dtype is torch.float32 or tensor.dtype is torch.int64:
+            torch.add(slots[0], slots[1], out=tensor)
+            for slot in slots[2:]:
+                tensor.add_(slot)
+        else:
+            total = slots[0].float()
+            for slot in slots[1:]:
+                total.add_(slot)
+            tensor.copy_(total)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Puts the tensors of all ranks into ``out`` [size, *tensor.shape], of the same dtype."""
+        if tensor.nbytes > self._slot_bytes:
+            flat, rows = tensor.reshape(-1), out.view(self._size, -1)
+            step = self._slot_bytes // tensor.element_size()
+            for start in range(0, flat.numel(), step):
+                part = flat[start : start + step]
+                rows[:, start : start + step] = self.all_gather(
+                    part, part.new_empty((self._size, part.numel()))
+                )
+            return out
+        views = self._views.get((tensor.dtype, tensor.shape)) or self._make_views(tensor)
+        epoch = self._epoch + 1
+        half = views[epoch & 1]
+        half.mine.copy_(tensor)
+        self._meet(epoch)
+        return out.copy_(half.stacked)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copies the tensor of TP rank 0 into those of the others, in place."""
+        if tensor.nbytes > self._slot_bytes:
+            self._in_chunks(tensor, self.broadcast)
+            return tensor
+        views = self._views.get((tensor.dtype, tensor.shape)) or self._make_views(tensor)
+        epoch = self._epoch + 1
+        half = views[epoch & 1]
+        if self._rank == 0:
+            half.mine.copy_(tensor)
+        self._meet(epoch)
+        if self._rank != 0:
+            tensor.copy_(half.slots[0])
+        return tensor
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self._meet(self._epoch + 1)
+
+    def fail(self, cause: Exception) -> None:
+        """Ends the wait of this rank and of all its peers, now and later. From any thread."""
+        if self._failure is not None or self._closed:
+            return
+        self._failure = cause
+        lost = cause.rank if isinstance(cause, PeerLost) else self._rank
+        text = f"{type(cause).__name__}: {cause}".encode()[: _TEXT_BYTES - 1]
+        start = self._size * _LINE_BYTES + self._rank * _TEXT_BYTES
+        with contextlib.suppress(ValueError):  # closed by another thread in this moment
+            self._memory[start : start + len(text) + 1] = text + b"\0"
+            self._words[self._own + _LOST] = lost + 1
+            self._words[self._own + _STATUS] = _FAILED  # last: peers read the rest after it
+
+    def statistics(self) -> SharedReduceStatistics:
+        """How much went through the memory so far."""
+        return SharedReduceStatistics(
+            operations=self._epoch, long_waits=self._long_waits, slot_bytes=self._slot_bytes
+        )
+
+    def close(self) -> None:
+        """Tells the peers, and unmaps the memory. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._failure is None:
+            self._failure = ChannelClosed(f"TP rank {self._rank}: the group is closed")
+            self._words[self._own + _STATUS] = _CLOSED
+        self._views.clear()
+        self._words.release()
+        with contextlib.suppress(BufferError):  # a view is in use: unmapped when it is gone
+            self._memory.close()
+
+    # ---- views of the memory ---------------------------------------------------------------
+
+    def _make_views(self, tensor: torch.Tensor) -> tuple[_Views, _Views]:
+        if len(self._views) >= _MAX_VIEWS:  # prompts of many lengths: made again when needed
+            self._views.clear()
+        made = (self._half(0, tensor), self._half(1, tensor))
+        self._views[tensor.dtype, tensor.shape] = made
+        return made
+
+    def _half(self, half: int, like: torch.Tensor) -> _Views:
+        start = _data_offset(self._size) + half * self._size * self._slot_bytes
+        pitch = self._slot_bytes // like.element_size()
+        # Tensors of inference mode could not be written outside it.
+        with torch.inference_mode(False):
+            whole = torch.frombuffer(
+                self._memory, dtype=like.dtype, count=self._size * pitch, offset=start
+            ).view(self._size, pitch)
+            stacked = whole[:, : like.numel()].view(self._size, *like.shape)
+            slots = tuple(row[: like.numel()].view(like.shape) for row in whole)
+        return _Views(slots[self._rank], slots, stacked)
+
+    def _in_chunks(
+        self, tensor: torch.Tensor, operation: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        flat = tensor.reshape(-1)  # a copy if the tensor is not contiguous
+        for part in torch.split(flat, self._slot_bytes // tensor.element_size()):
+            operation(part)
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
+
+    # ---- waiting ---------------------------------------------------------------------------
+
+    def _meet(self, epoch: int) -> None:
+        """Says that this rank has come to ``epoch`` and waits until all have."""
+        if self._failure is not None:
+            raise self._failure
+        self._epoch = epoch
+        words = self._words
+        words[self._own] = epoch
+        for peer in self._peers:
+            if words[peer] < epoch:
+                self._wait(peer, epoch)
+
+    def _wait(self, peer: int, epoch: int) -> None:
+        words, give_way, look_every = self._words, os.sched_yield, _CHECK_EVERY
+        started = next_look = 0.0
+        turns = 0
+        while words[peer] < epoch:
+            give_way()
+            turns += 1
+            if turns % look_every:
+                continue
+            now = time.monotonic()
+            if not started:
+                started, next_look = now, now + _LIVENESS_S
+            self._raise_if_failed(peer, epoch)
+            if now < next_look:
+                continue
+            next_look = now + _LIVENESS_S
+            self._raise_if_lost(peer, epoch)
+            waited = now - started
+            if waited > self._timeout_s:
+                self._end(self._late(peer, epoch, waited))
+            if waited > _SPIN_S and look_every > 1:
+                # No part of a decode step any more: leave the CPU to those who work.
+                self._long_waits += 1
+                give_way, look_every = _doze, 1
+
+    def _late(self, peer: int, epoch: int, waited_s: float) -> DeadlineExceeded:
+        rank = peer // _LINE_WORDS
+        return DeadlineExceeded(
+            f"TP rank {self._rank} waited {waited_s:.1f} s for TP rank {rank} in operation "
+            f"{epoch} of the group (it is at {self._words[peer]}): do all ranks run the same "
+            f"steps? A longer timeout_s allows more",
+            rank=rank,
+        )
+
+    def _raise_if_failed(self, peer: int, epoch: int) -> None:
+        if self._failure is not None:
+            raise self._failure
+        for other in self._peers:
+            status = self._words[other + _STATUS]
+            if status == _ALIVE:
+                continue
+            rank = other // _LINE_WORDS
+            if status == _FAILED:
+                lost = self._words[other + _LOST] - 1
+                reason = self._text(rank)
+                self._end(
+                    PeerLost(f"TP rank {rank} failed the group: {reason}", rank=lost, reason=reason)
+                )
+            # One that left in good order may have come to this epoch first; see its word again.
+            if other == peer and self._words[peer] < epoch:
+                reason = "it closed the group"
+                self._end(
+                    PeerLost(
+                        f"TP rank {rank} is not there for operation {epoch}: {reason}",
+                        rank=rank,
+                        reason=reason,
+                    )
+                )
+
+    def _raise_if_lost(self, peer: int, epoch: int) -> None:
+        dead = self._watch.dead()
+        if dead is None or (dead * _LINE_WORDS == peer and self._words[peer] >= epoch):
+            return
+        if self._words[dead * _LINE_WORDS + _STATUS] == _CLOSED and dead * _LINE_WORDS != peer:
+            return
+        reason = "its process has ended"
+        self._end(
+            PeerLost(
+                f"TP rank {self._rank} waited for TP rank {dead} in operation {epoch}, but "
+                f"{reason}; look at its output",
+                rank=dead,
+                reason=reason,
+            )
+        )
+
+    def _end(self, error: Exception) -> NoReturn:
+        self.fail(error)
+        raise error
+
+    def _text(self, rank: int) -> str:
+        start = self._size * _LINE_BYTES + rank * _TEXT_BYTES
+        text: bytes = self._memory[start : start + _TEXT_BYTES]
+        return text.partition(b"\0")[0].decode(errors="replace")
+
+
+def _doze() -> None:
+    time.sleep(_SLEEP_S)
+
+
+def _data_offset(size: int) -> int:
+    used = size * (_LINE_BYTES + _TEXT_BYTES) + 8  # the token lies before the slots
+    return -(-used // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _token_word(size: int) -> int:
+    return _data_offset(size) // 8 - 1
+
+
+def _make(total: int, token: int, size: int) -> tuple[int, mmap.mmap]:
+    fd = os.memfd_create("tp_runtime_reduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, total)
+        # Of fixed size: memory that shrinks would kill the others with SIGBUS.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        memory = mmap.mmap(fd, total)
+    except OSError:
+        os.close(fd)
+        raise
+    memoryview(memory).cast("Q")[_token_word(size)] = token
+    return fd, memory
+
+
+def _attach(pid: int, fd: int, *, total: int, token: int, size: int) -> mmap.mmap:
+    """Maps what another process holds open, and makes sure that it is what was meant.
+
+    The number of a process may mean another process in another PID namespace.
+    """
+    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if os.fstat(own).st_size != total:
+            raise OSError(f"{os.fstat(own).st_size} bytes, expected {total}")
+        memory = mmap.mmap(own, total)
+    finally:
+        os.close(own)
+    if memoryview(memory).cast("Q")[_token_word(size)] != token:
+        memory.close()
+        raise OSError("not the memory of this group")
+    return memory
