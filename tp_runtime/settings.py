@@ -85,6 +85,14 @@ class Row:
         return "--" + self.name.replace("_", "-")
 
     @property
+    def metavar(self) -> str:
+        """What stands for the value in a usage line."""
+        if self.choices:
+            return "{" + ",".join(self.choices) + "}"
+        kind = self.item or self.kind
+        return {int: "N", float: "X"}.get(kind, "NAME")
+
+    @property
     def expected(self) -> str:
         """What a value must be, for an error message."""
         if self.choices:

@@ -1,0 +1,34 @@
+# setup run test test-long lint bench. Each target makes the environment first where it is missing.
+SHELL := /bin/bash
+BIN := .venv/bin
+# torchrun sets this to 1 and says so at length; ranks divide the cores among themselves
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup run test test-long lint bench docs
+
+setup:
+	@bash scripts/setup.sh
+
+run: setup
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m tp_runtime.launch decode --model smollm2 \
+	    --enable-dynamic-decode-backend --prompt "What is the capital of France?" --max-tokens 32
+
+# Unit tests share nothing and run side by side; rank tests start processes of their own, one test at a time.
+test: setup
+	$(BIN)/pytest -q -n auto -m "not long and not gpu" tests/unit
+	$(BIN)/pytest -q -n 0 -m "not long and not gpu" tests/ranks
+
+test-long: setup
+	$(BIN)/pytest -q -n 0 -m "long and not gpu" tests/unit tests/ranks
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: setup
+	$(BIN)/python benchmarks/cpu_decode.py
+
+docs: setup
+	$(BIN)/python -m tp_runtime.launch.configuration > docs/configuration.md
