@@ -1,0 +1,1 @@
+"""Operations on tensors, each with a plain torch form that defines it."""
