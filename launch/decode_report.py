@@ -36,6 +36,9 @@ if TYPE_CHECKING:
         def rank_reports(self) -> Sequence[Mapping[str, Any]]: ...
 
 
+RANK_KEYS = ("rank", "plan_digest", "capture_digest")
+
+
 class Clock:
     """When things happened, in seconds since it was made.
 
@@ -106,7 +109,7 @@ def document(
             }
             for prompt, output in zip(prompts, outputs, strict=True)
         ],
-        "ranks": [dict(report) for report in engine.rank_reports()],
+        "ranks": [{key: report[key] for key in RANK_KEYS} for report in engine.rank_reports()],
         "timing": clock.timing(),
     }
 

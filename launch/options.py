@@ -139,6 +139,8 @@ def parse_number(kind: type[int] | type[float], text: str, *, flag: str) -> int 
     try:
         value = parse_text(kind, text)
     except ValueError:
+        value = None
+    if not isinstance(value, int | float):
         expected = "a whole number" if kind is int else "a number"
-        raise UsageError(f"flag {flag}={text!r}: expected {expected}") from None
-    return kind(value)  # type: ignore[call-overload, no-any-return]
+        raise UsageError(f"flag {flag}={text!r}: expected {expected}")
+    return value

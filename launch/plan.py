@@ -1,0 +1,116 @@
+"""`plan`: look at saved plans of decode backends: show one, verify one, compare two."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tp_runtime.errors import ConfigError
+from tp_runtime.launch import exits
+from tp_runtime.launch.options import Parser, add_common, json_target
+from tp_runtime.launch.output import say, table
+from tp_runtime.selection import BackendPlan
+
+if TYPE_CHECKING:
+    from tp_runtime.launch.interrupts import Interrupts
+
+HELP = "show, verify or compare saved plans (made by `select --save FILE`)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
+    for name, about, files in (
+        ("show", "print a plan: its shape, its order of priority, and each bucket's backends", 1),
+        ("verify", "check that a file is a whole plan, and print its digest", 1),
+        ("diff", "say where two plans differ; exit status 1 if they do", 2),
+    ):
+        action = actions.add_parser(name, help=about, description=about)
+        action.add_argument("files", nargs=files, metavar="FILE")
+        add_common(action)
+        # a plan says itself what it is for; taken so that every verb understands the same words
+        action.add_argument("--tp-size", help=argparse.SUPPRESS)
+        action.add_argument("--device", help=argparse.SUPPRESS)
+
+
+def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
+    """Run the verb. Returns 1 for plans that differ; a damaged file raises PlanFormatError."""
+    if args.action is None:
+        raise exits.UsageError("expected an action: plan show|verify FILE, or plan diff FILE FILE")
+    target = json_target(args)
+    plans = [load(Path(name)) for name in args.files]
+    status = exits.OK
+    result: dict[str, Any]
+    if args.action == "diff":
+        differences = compare(*map(describe, plans))
+        result = {"equal": not differences, "differences": differences}
+        status = exits.FAILED if differences else exits.OK
+        rows = [(d["field"], str(d["first"]), str(d["second"])) for d in differences]
+        text = table(rows, header=("field", *args.files)) if rows else "equal"
+    elif args.action == "verify":
+        result = {"digest": plans[0].digest}
+        text = f"ok {plans[0].digest}"
+    else:
+        result = describe(plans[0])
+        text = as_text(plans[0])
+    target.write(result)
+    if not target.on_stdout:
+        say(text)
+    return status
+
+
+def load(path: Path) -> BackendPlan:
+    """Read a saved plan.
+
+    Raises:
+        ConfigError: the file cannot be read.
+        PlanFormatError: it is no whole plan.
+    """
+    try:
+        return BackendPlan.load(path)
+    except OSError as error:
+        raise ConfigError(f"plan {path}: cannot be read: {error.strerror or error}") from error
+
+
+def describe(plan: BackendPlan) -> dict[str, Any]:
+    """A plan as plain values: what it was saved from, with its digest."""
+    document: dict[str, Any] = json.loads(plan.to_bytes())
+    return {"digest": plan.digest, **document}
+
+
+def as_text(plan: BackendPlan) -> str:
+    """The same for a person, without the fitted numbers."""
+    facts = [
+        ("digest", plan.digest),
+        ("mode", plan.mode if plan.measured else "fixed: nothing was measured"),
+        ("priority", ", ".join(plan.priority)),
+        ("device", plan.device or "-"),
+    ]
+    if plan.shape is not None:
+        shape = dataclasses.asdict(plan.shape)
+        facts += [(name, "-" if value is None else str(value)) for name, value in shape.items()]
+    buckets = [(str(bucket), ", ".join(plan.variants(bucket))) for bucket in plan.buckets]
+    return f"{table(facts)}\n\n{table(buckets, header=('bucket', 'backends'))}"
+
+
+def compare(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each field that differs, by its path; None where one plan has no such field."""
+    left, right = (dict(_flatten(plan)) for plan in (first, second))
+    return [
+        {"field": name, "first": left.get(name), "second": right.get(name)}
+        for name in dict.fromkeys([*left, *right])
+        if left.get(name) != right.get(name)
+    ]
+
+
+def _flatten(value: Any, path: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        items = [(f".{name}" if path else name, item) for name, item in value.items()]
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        # a bucket is better known by its size than by its place
+        items = [(f"[{item.get('bucket', i)}]", item) for i, item in enumerate(value)]
+    else:
+        return [(path, value)]
+    return [pair for name, item in items for pair in _flatten(item, path + name)]
