@@ -10,6 +10,7 @@ TpRuntimeError
 |   +-- UnsupportedModel                sound, but not something this runtime can run
 +-- TpGroupError                        the tensor-parallel group cannot be formed
 +-- CaptureError                        a graph could not be captured, or would be replayed wrongly
++-- HarvestError                        tokens of a step could not be delivered; others go on
 +-- PagePoolError                       pages were released twice, leaked, or ran out for good
 +-- SelectionError
 |   +-- BackendUnavailable              no decode backend may serve this shape on this device
@@ -66,6 +67,13 @@ class TpGroupError(TpRuntimeError):
 
 class CaptureError(TpRuntimeError):
     """A graph could not be captured, or replaying it would read something else than captured."""
+
+
+class HarvestError(TpRuntimeError):
+    """Tokens of a step could not be delivered. The requests it names were aborted, others go on.
+
+    Raised one step late where two steps are in flight.
+    """
 
 
 class PagePoolError(TpRuntimeError):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from tp_runtime.sampling import SamplingParams
     from tp_runtime.step_plan import TokenArray
@@ -109,7 +109,7 @@ class OutputStream:
         """End it where it is; `error` says why when nobody asked for it."""
         self.finish_reason = "abort"
         self.error = error
-        if self._text_stream is not None:
+        if self._text_stream is not None and error is None:
             self._text += self._text_stream.flush()
         return self._output()
 
@@ -197,10 +197,9 @@ class Harvest:
         self.outputs: deque[RequestOutput] = deque()
         self.finished: deque[tuple[int, Request]] = deque()
 
-    def run(self, snapshot: Snapshot, read_tokens: Callable[[], Sequence[int]]) -> None:
+    def run(self, snapshot: Snapshot, tokens: Sequence[int]) -> None:
         """Append a step's tokens. A token of a request that had ended is dropped: it was
         computed because the end is known one step late."""
-        tokens = read_tokens() if snapshot.sampled else ()
         for request, token in zip(snapshot.sampled, tokens, strict=True):
             output = request.output
             if output.finished:
@@ -213,6 +212,14 @@ class Harvest:
         for request in snapshot.aborted:
             if not request.output.finished:
                 self._emit(snapshot.step, request, request.output.abort())
+
+    def fail(self, snapshot: Snapshot, error: Exception) -> list[str]:
+        """End every request of a step whose tokens could not be delivered; gives their ids."""
+        ended = [r for r in (*snapshot.sampled, *snapshot.aborted) if not r.output.finished]
+        for request in ended:
+            output = request.output.abort(f"step {snapshot.step}: {error}")
+            self._emit(snapshot.step, request, output)
+        return [request.request_id for request in ended]
 
     def _emit(self, step: int, request: Request, output: RequestOutput) -> None:
         self.outputs.append(output)

@@ -88,6 +88,11 @@ class Scheduler:
         self._decode_rows = self._prefill_tokens = 0
 
     @property
+    def step(self) -> int:
+        """The number of the step that `next_step` will plan."""
+        return self._step
+
+    @property
     def has_work(self) -> bool:
         """Something waits, runs, or is being aborted."""
         return bool(self._waiting or self._running or self._aborting)
@@ -107,6 +112,7 @@ class Scheduler:
         """End a request; its output says "abort" unless it has ended by then."""
         if request in self._waiting:
             self._waiting.remove(request)
+            request.retired = True
         elif request in self._running:
             self._retire(request, after=self._step - 1)
         self._aborting.append(request)
@@ -202,9 +208,7 @@ class Scheduler:
         if blocks is None:
             return False
         request.slot = heapq.heappop(self._free_slots)
-        self._admits.append(
-            Admit(slot=request.slot, sampling=request.sampling, seed=request.seed)
-        )
+        self._admits.append(Admit(slot=request.slot, sampling=request.sampling, seed=request.seed))
         self._hold(request, blocks)
         self._running.append(request)
         self._admitted += 1

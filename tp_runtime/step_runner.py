@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from tp_runtime.graphs import DecodeGraphs
 
 from tp_runtime.attention import DecodeRows, PromptChunk, StepAttention
 from tp_runtime.errors import CaptureError, ProtocolError
-from tp_runtime.graphs import DecodeGraphs
 from tp_runtime.ops.sampling import SamplerMode, gather_vocab_sizes, sample
 from tp_runtime.selection import DecodeStep, prepare_decode_backend
 from tp_runtime.step_plan import StepKind
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+    from tp_runtime.graphs import CaptureReport
 
     from tp_runtime.attention import KvCache
     from tp_runtime.device_state import DeviceState
-    from tp_runtime.graphs import CaptureReport
     from tp_runtime.group import TpGroup
     from tp_runtime.models.base import DecodeModel
     from tp_runtime.selection import BackendPlan, BackendSet, DecodeBackend
@@ -182,9 +182,7 @@ class StepRunner:
         self._state.advance_host(rows)
         return tokens[: len(rows)]
 
-    def _decode_step(
-        self, rows: tuple[int, ...], bucket: int | None, variant: int
-    ) -> DecodeStep:
+    def _decode_step(self, rows: tuple[int, ...], bucket: int | None, variant: int) -> DecodeStep:
         kv_lens = np.ones(bucket or len(rows), dtype=np.int32)
         kv_lens[: len(rows)] = self._state.host_length[list(rows)] + 1
         return DecodeStep(batch_size=len(rows), kv_lens=kv_lens, bucket=bucket, variant=variant)

@@ -49,7 +49,11 @@ class StepTimes:
         try:
             yield
         finally:
-            self._ns[step % len(self._ns), phase] += time.perf_counter_ns() - begin
+            self.add(step, phase, time.perf_counter_ns() - begin)
+
+    def add(self, step: int, phase: Phase, nanoseconds: int) -> None:
+        """Add time that was measured elsewhere."""
+        self._ns[step % len(self._ns), phase] += nanoseconds
 
     def begin(self, step: int) -> None:
         """Forget what the ring holds of an older step in this place."""
@@ -60,7 +64,9 @@ class StepTimes:
         kept = self._ns[: min(self._steps, len(self._ns))].astype(np.float64) / 1e3
         if not len(kept):
             return StepTimeStatistics(
-                steps=0, phase_us={phase.name.lower(): None for phase in Phase}, outside_model_us=None
+                steps=0,
+                phase_us={phase.name.lower(): None for phase in Phase},
+                outside_model_us=None,
             )
         outside = kept.sum(axis=1) - kept[:, Phase.RECEIVE] - kept[:, Phase.MODEL]
         return StepTimeStatistics(

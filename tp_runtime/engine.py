@@ -1,0 +1,451 @@
+"""The whole runtime of one rank: start, requests, steps, close.
+
+Rank 0 owns the requests: `add_request`, `step`, `generate`. The other ranks follow: `serve_peer`,
+or `step_peer` where the host owns the loop. One `step` on rank 0 is one `step_peer` on each of the
+others, also when there is nothing to do.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+from tp_runtime.errors import BroadcastError, ConfigError, RequestError, TpRuntimeError
+from tp_runtime.group import TpGroup
+from tp_runtime.ranks import RankInfo
+from tp_runtime.root_loop import RootLoop
+from tp_runtime.startup import (
+    build_rank,
+    capture_rank,
+    check_group,
+    confirm_alike,
+    join_channel,
+    resolve_device,
+    settings_alike,
+)
+from tp_runtime.step_plan import StepKind, StepPlan
+from tp_runtime.step_times import Phase, StepTimes
+from tp_runtime.watcher import FailureWatcher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+    from tp_runtime.broadcast import BroadcasterStatistics, CpuTpBroadcaster
+    from tp_runtime.config import RuntimeConfig
+    from tp_runtime.group import TpGroupStatistics
+    from tp_runtime.models.base import DecodeModel
+    from tp_runtime.pages import PagePoolStatistics
+    from tp_runtime.requests import RequestOutput
+    from tp_runtime.root_loop import Tokenizer
+    from tp_runtime.sampling import SamplingParams
+    from tp_runtime.scheduler import SchedulerStatistics
+    from tp_runtime.selection import BackendPlan, BenchReport
+    from tp_runtime.startup import Captured, Progress, RankRuntime
+    from tp_runtime.step_runner import RunnerStatistics
+    from tp_runtime.step_times import StepTimeStatistics
+    from tp_runtime.watcher import OnFailure
+
+log = logging.getLogger(__name__)
+
+FAILURE_NEWS_S = 0.5
+"""How long an error of a collective waits for the channel to say which rank caused it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatistics:
+    """What the parts of one rank counted; the last three on rank 0 only.
+
+    graph_misses: pure decode steps that ran eagerly, by reason.
+    """
+
+    rank: int
+    runner: RunnerStatistics
+    channel: BroadcasterStatistics
+    group: TpGroupStatistics
+    times: StepTimeStatistics
+    scheduler: SchedulerStatistics | None
+    pages: PagePoolStatistics | None
+    graph_misses: dict[str, int] | None
+
+
+class Engine:
+    """One rank of a tensor-parallel decode runtime. One owner thread: the one that starts it.
+
+    Args:
+        config: equal on all ranks but for what is a rank's own affair (see docs).
+        group: the host's own group; None: formed from torchrun's variables, or a single rank.
+        model: the host's own model; None: loaded from `config.model`.
+        tokenizer: for a host's model; without one prompts are token ids and there is no text.
+        on_failure: "raise", "exit", or a callable that is called from the watcher's thread with
+            the cause; None: what the configuration says.
+    """
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        *,
+        group: TpGroup | None = None,
+        model: DecodeModel | None = None,
+        tokenizer: Tokenizer | None = None,
+        on_failure: OnFailure | None = None,
+    ) -> None:
+        if model is None and config.model is None:
+            raise ConfigError("no model: set `model` in the configuration or pass one")
+        if group is not None:
+            check_group(config, group)
+        self._config = config
+        self._group = group
+        self._owns_group = group is None
+        self._model = model
+        self._tokenizer = tokenizer
+        self._on_failure: OnFailure = on_failure or config.on_failure  # type: ignore[assignment]
+        self._owner = threading.get_ident()
+        self._info: RankInfo | None = None
+        self._channel: CpuTpBroadcaster | None = None
+        self._watcher: FailureWatcher | None = None
+        self._runtime: RankRuntime | None = None
+        self._captured: Captured | None = None
+        self._root: RootLoop | None = None
+        self._times = StepTimes()
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(reason=None if error is None else f"{type(error).__name__}: {error}")
+
+    @property
+    def rank(self) -> int:
+        """The rank in the TP group; known before `start` only if a group was passed."""
+        if self._group is not None:
+            return self._group.rank
+        return 0 if self._info is None else self._info.tp_rank
+
+    def start(self, *, progress: Progress | None = None) -> None:
+        """Bring this rank up together with the others; returns when all are ready.
+
+        Args:
+            progress: called with (stage, done, total); the stages are "load", "selection" and
+                "capture".
+
+        Raises:
+            TpRuntimeError: what went wrong, on this or on another rank, named.
+        """
+        if self._runtime is not None:
+            return
+        tell = progress or (lambda stage, done, total: None)
+        with self._terminal():
+            if self._group is None:
+                self._info = RankInfo.from_env(tp_size=self._config.tp_size)
+                device = resolve_device(self._config, self._info.local_rank)
+            self._channel = join_channel(self._config, self._info, self._group)
+            self._watcher = FailureWatcher(
+                self._channel, rank=self.rank, on_failure=self._on_failure
+            )
+            confirm_alike(
+                self._channel,
+                self.rank,
+                "the configuration",
+                settings_alike(self._config),
+                timeout_s=self._config.join_timeout_s,
+            )
+            if self._group is None:
+                assert self._info is not None
+                self._group = TpGroup.create(
+                    self._info, device=device, timeout_s=self._config.join_timeout_s
+                )
+            self._watcher.watch_group(self._group)
+            if self._model is None:
+                self._load_model(self._group, lambda done, total: tell("load", done, total))
+            assert self._model is not None
+            self._runtime = build_rank(
+                self._config, self._channel, self._group, self._model, self._times, tell
+            )
+        self.trigger_capture(progress=tell)
+        if self.rank == 0:
+            self._root = RootLoop(
+                config=self._config,
+                channel=self._channel,
+                runtime=self._runtime,
+                shape=self._model.shape,
+                device=self._group.device,
+                tokenizer=self._tokenizer,
+                times=self._times,
+            )
+
+    def trigger_capture(self, *, progress: Progress | None = None) -> None:
+        """Capture the graphs, once, on all ranks together. `start` calls it when weights, cache
+        and groups exist, before any request; later calls do nothing."""
+        runtime, group = self._started()
+        if self._captured is not None:
+            return
+        with self._terminal():
+            self._captured = capture_rank(
+                self._config,
+                self._open_channel(),
+                group,
+                runtime,
+                progress or (lambda stage, done, total: None),
+            )
+
+    def add_request(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+    ) -> str:
+        """Queue a request; it takes part from the next step on. Rank 0.
+
+        Returns:
+            The request's id, made up unless given.
+
+        Raises:
+            RequestError: the prompt is empty, too long, or holds what is no token; the id is in
+                use; or the cache could never hold it. Nothing is changed.
+        """
+        return self._root_loop().add_request(prompt_token_ids, sampling, request_id)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request early; its last output says "abort". False if it is not running. Rank 0."""
+        return self._root_loop().abort(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        """Plan and run one step on every rank. Rank 0.
+
+        Returns:
+            Outputs that are new. With two steps in flight they are those of the step before.
+
+        Raises:
+            BroadcastError: a rank was lost; the engine has failed on every rank.
+            HarvestError: tokens could not be delivered; the requests it names were aborted.
+        """
+        return self._root_loop().step(self._terminal())
+
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+    ) -> Iterator[RequestOutput]:
+        """Answer prompts, all at once; yields outputs as they grow. Rank 0.
+
+        Request ids are the positions of the prompts, "0", "1", ... Texts are encoded as they are,
+        without a chat template. Requests still running when the iterator is closed are aborted.
+        """
+        root = self._root_loop()
+        each = [sampling] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
+        encoded = [self._encode(prompt) for prompt in prompts]
+        mine: set[str] = set()
+        try:
+            for i, (tokens, params) in enumerate(zip(encoded, each, strict=True)):
+                mine.add(root.add_request(tokens, params, str(i)))
+            while mine:
+                for output in self.step():
+                    if output.finished:
+                        mine.discard(output.request_id)
+                    yield output
+        finally:
+            if self._failure is None and not self._closed:
+                for request_id in mine:
+                    root.abort(request_id)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests whose last output has not been returned. Rank 0."""
+        return self._root_loop().unfinished
+
+    def serve_peer(self) -> None:
+        """Follow rank 0 until it stops. Ranks above 0."""
+        while self.step_peer():
+            pass
+
+    def step_peer(self) -> bool:
+        """Follow rank 0 for one step. Ranks above 0.
+
+        Returns:
+            False: rank 0 has stopped.
+
+        Raises:
+            BroadcastError: a rank was lost or silent.
+        """
+        runtime, group = self._started()
+        if group.rank == 0:
+            raise TpRuntimeError("rank 0 plans the steps: call step() or generate() on it")
+        with self._terminal():
+            begin = time.perf_counter_ns()
+            plan = StepPlan.from_message(self._open_channel().receive())
+            self._times.begin(plan.step)
+            self._times.add(plan.step, Phase.RECEIVE, time.perf_counter_ns() - begin)
+            runtime.runner.run(plan)
+        return plan.kind is not StepKind.STOP
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, loaded on first use; None without one."""
+        return None if self._tokenizer is None else self._tokenizer()
+
+    @property
+    def plan(self) -> BackendPlan:
+        """Which decode backend serves which step; equal on every rank."""
+        return self._started()[0].planned.plan
+
+    @property
+    def plan_digest(self) -> str | None:
+        """Of a measured plan; None when nothing was measured."""
+        return self._started()[0].plan_digest
+
+    @property
+    def capture_digest(self) -> str | None:
+        """Of what was captured, or prepared where there are no graphs."""
+        return None if self._captured is None else self._captured.capture_digest
+
+    @property
+    def selection_report(self) -> BenchReport | None:
+        """What the selection measured, on rank 0; None when it was off."""
+        return self._started()[0].planned.report
+
+    @property
+    def refusals(self) -> dict[str, str]:
+        """Decode backends that may not be used here, with the reason."""
+        return dict(self._started()[0].planned.refusals)
+
+    def rank_reports(self) -> list[dict[str, Any]]:
+        """What every rank said it holds: "rank", "plan_digest", "capture_digest", "buckets" and
+        "backends"; on rank 0, after `start`."""
+        return [] if self._captured is None else [dict(r) for r in self._captured.rank_reports]
+
+    def statistics(self) -> EngineStatistics:
+        runtime, group = self._started()
+        root = self._root
+        return EngineStatistics(
+            rank=self.rank,
+            runner=runtime.runner.statistics(),
+            channel=self._open_channel().statistics(),
+            group=group.statistics(),
+            times=self._times.statistics(),
+            scheduler=None if root is None else root.scheduler_statistics(),
+            pages=None if root is None else root.page_statistics(),
+            graph_misses=None if root is None else root.graph_misses(),
+        )
+
+    def close(self, reason: str | None = None) -> None:
+        """End this rank; idempotent. On rank 0 it stops the others first.
+
+        Args:
+            reason: why this is no orderly end; every other rank then raises with it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        channel, root, runtime = self._channel, self._root, self._runtime
+        if channel is not None and self._failure is None:
+            if reason is not None:
+                channel.abort(reason)
+            elif root is not None:
+                self._stop_peers(root)
+        if root is not None:
+            root.close()
+        if runtime is not None:
+            runtime.runner.close()  # graphs hold collectives of the group
+        if self._watcher is not None:
+            self._watcher.close()
+        if self._group is not None and self._owns_group:
+            self._group.close()
+        if channel is not None:
+            channel.close()
+        if root is not None and self._failure is None and reason is None:
+            root.check_no_leaks()
+
+    def _stop_peers(self, root: RootLoop) -> None:
+        try:
+            root.stop()
+        except BroadcastError as error:
+            # the peers are gone or will learn it from the closed channel
+            log.warning("rank 0 could not tell its peers to stop: %s", error)
+
+    def _load_model(self, group: TpGroup, progress: Callable[[int, int], None]) -> None:
+        import torch
+
+        from tp_runtime.models import load_model
+
+        assert self._config.model is not None
+        dtype = getattr(torch, self._config.dtype_on(group.device.type))
+        loaded = load_model(self._config.model, group=group, dtype=dtype, progress=progress)
+        self._model = loaded.model
+        self._tokenizer = loaded.tokenizer
+
+    def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer: pass token ids")
+        return self._tokenizer().encode(prompt)
+
+    def _started(self) -> tuple[RankRuntime, TpGroup]:
+        if self._runtime is None or self._group is None:
+            raise TpRuntimeError("the engine has not been started: call start() first")
+        return self._runtime, self._group
+
+    def _open_channel(self) -> CpuTpBroadcaster:
+        if self._channel is None:
+            raise TpRuntimeError("the engine has not been started: call start() first")
+        return self._channel
+
+    def _root_loop(self) -> RootLoop:
+        if threading.get_ident() != self._owner:
+            raise TpRuntimeError("an engine belongs to the thread that made it")
+        if self._root is None:
+            _, group = self._started()
+            raise TpRuntimeError(f"rank {group.rank} has no requests: call serve_peer() on it")
+        if self._closed:
+            raise TpRuntimeError("the engine has been closed")
+        return self._root
+
+    @contextmanager
+    def _terminal(self) -> Iterator[None]:
+        """What fails in here fails the engine on every rank, for good, with one cause."""
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise TpRuntimeError("the engine has been closed")
+        try:
+            yield
+        except BaseException as error:
+            cause = self._fail(error)
+            if cause is error:
+                raise
+            raise cause from error
+
+    def _fail(self, error: BaseException) -> BaseException:
+        """Tell the others, and find the cause: a collective only says that something broke."""
+        channel = self._channel
+        if channel is not None and not isinstance(error, BroadcastError):
+            if isinstance(error, RuntimeError):
+                self._wait_for_news(channel)
+            if channel.failure is not None:
+                error = channel.failure
+            else:
+                channel.abort(f"{type(error).__name__}: {error}")
+        self._failure = error
+        return error
+
+    def _wait_for_news(self, channel: CpuTpBroadcaster) -> None:
+        deadline = time.monotonic() + FAILURE_NEWS_S
+        while channel.failure is None and time.monotonic() < deadline:
+            time.sleep(0.01)

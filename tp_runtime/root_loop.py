@@ -1,0 +1,237 @@
+"""Rank 0's side of the steps: requests in, plans out to the peers, tokens back as outputs."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from tp_runtime.async_runner import AsyncRunner
+from tp_runtime.token_reader import TokenReader
+
+from tp_runtime.errors import HarvestError, RequestError
+from tp_runtime.pages import PagePool
+from tp_runtime.requests import Harvest, OutputStream, Request, RequestOutput, Snapshot
+from tp_runtime.sampling import SEED_LIMIT
+from tp_runtime.scheduler import GraphChoice, Scheduler
+from tp_runtime.step_plan import StepKind, StepPlan
+from tp_runtime.step_times import Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from tp_runtime.broadcast import CpuTpBroadcaster
+    from tp_runtime.config import RuntimeConfig
+    from tp_runtime.models.base import ModelShape
+    from tp_runtime.pages import PagePoolStatistics
+    from tp_runtime.requests import TextStream
+    from tp_runtime.sampling import SamplingParams
+    from tp_runtime.scheduler import SchedulerStatistics
+    from tp_runtime.startup import RankRuntime
+    from tp_runtime.step_times import StepTimes
+
+
+class Tokenizer(Protocol):
+    """What the runtime needs of a tokenizer; `tp_runtime.models` has one for its models."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def stream(self) -> TextStream: ...
+
+
+class RootLoop:
+    """Owns the requests. One owner thread; a worker harvests while the next step runs."""
+
+    def __init__(
+        self,
+        *,
+        config: RuntimeConfig,
+        channel: CpuTpBroadcaster,
+        runtime: RankRuntime,
+        shape: ModelShape,
+        device: torch.device,
+        tokenizer: Callable[[], Tokenizer] | None,
+        times: StepTimes,
+    ) -> None:
+        self._channel = channel
+        self._runtime = runtime
+        self._shape = shape
+        self._tokenizer = tokenizer
+        self._times = times
+        self._in_flight = config.async_decode
+        self._async = AsyncRunner(device=device, name="tp-harvest")
+        self._reader = TokenReader(rows=runtime.sizes.slots, device=device)
+        self._harvest = Harvest()
+        self._pool = PagePool(runtime.sizes.num_blocks)
+        self._scheduler = Scheduler(
+            pool=self._pool,
+            harvest=self._harvest,
+            block_size=runtime.sizes.block_size,
+            slots=runtime.sizes.slots,
+            chunk_tokens=config.prefill_chunk_tokens,
+            lag=2 if config.async_decode else 1,
+            choose=self._choose,
+            settle=self._async.sync,
+        )
+        self._live: dict[str, Request] = {}
+        self._ids = itertools.count()
+        self._graph_misses: dict[str, int] = {}
+
+    @property
+    def unfinished(self) -> int:
+        """Requests whose last output has not been returned yet."""
+        return len(self._live)
+
+    def add_request(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str | None
+    ) -> str:
+        """Queue a request. Raises RequestError and changes nothing if it cannot be served."""
+        if request_id is None:
+            request_id = next(i for i in map(str, self._ids) if i not in self._live)
+        elif request_id in self._live:
+            raise RequestError(f"request id {request_id!r} is in use")
+        prompt = self._checked_prompt(prompt_token_ids)
+        if sampling.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and this model has none")
+        room = self._runtime.sizes.max_seq_len - len(prompt)
+        max_new_tokens = min(sampling.max_tokens, room)
+        request = Request(
+            request_id=request_id,
+            output=OutputStream(
+                request_id=request_id,
+                prompt_token_ids=prompt.tolist(),
+                max_new_tokens=max_new_tokens,
+                eos_token_ids=() if sampling.ignore_eos else self._shape.eos_token_ids,
+                stop=sampling.stop,
+                text_stream=None if self._tokenizer is None else self._tokenizer().stream(),
+            ),
+            sampling=sampling,
+            seed=secrets.randbelow(SEED_LIMIT) if sampling.seed is None else sampling.seed,
+            max_new_tokens=max_new_tokens,
+            to_prefill=prompt,
+        )
+        self._scheduler.add(request)
+        self._live[request_id] = request
+        return request_id
+
+    def abort(self, request_id: str) -> bool:
+        """End a request early. False when it is not running (any more)."""
+        request = self._live.get(request_id)
+        if request is None:
+            return False
+        self._scheduler.abort(request)
+        return True
+
+    def step(self, terminal: AbstractContextManager[None]) -> list[RequestOutput]:
+        """One step on every rank.
+
+        Args:
+            terminal: what fails inside it ends the engine; a failed harvest ends only requests.
+
+        Raises:
+            HarvestError: tokens of an earlier step could not be delivered.
+        """
+        with terminal:
+            step = self._scheduler.step
+            self._times.begin(step)
+            with self._times.measure(step, Phase.PLAN):
+                plan, snapshot = self._scheduler.next_step()
+            with self._times.measure(step, Phase.PUBLISH):
+                self._channel.publish(plan.to_message())
+            tokens = self._runtime.runner.run(plan)
+        self._launch_harvest(plan, snapshot, tokens)
+        return self.take_outputs()
+
+    def stop(self) -> None:
+        """Tell the peers that this was the last step."""
+        self._channel.publish(self._scheduler.stop_step().to_message())
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """What the harvest has delivered since the call before."""
+        outputs: list[RequestOutput] = []
+        queue = self._harvest.outputs
+        while queue:
+            output = queue.popleft()
+            outputs.append(output)
+            if output.finished:
+                del self._live[output.request_id]
+        return outputs
+
+    def close(self) -> None:
+        self._async.close()
+
+    def check_no_leaks(self) -> None:
+        """Raises PagePoolError when every request has ended and blocks are still held."""
+        if not self._live:
+            self._pool.check_no_leaks()
+
+    def scheduler_statistics(self) -> SchedulerStatistics:
+        return self._scheduler.statistics()
+
+    def page_statistics(self) -> PagePoolStatistics:
+        return self._pool.statistics()
+
+    def graph_misses(self) -> dict[str, int]:
+        """Pure decode steps that ran eagerly, by reason."""
+        return dict(self._graph_misses)
+
+    def _checked_prompt(
+        self, prompt_token_ids: Sequence[int]
+    ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        tokens = np.asarray(prompt_token_ids)
+        if tokens.ndim != 1 or not len(tokens):
+            raise RequestError("the prompt is empty: expected at least one token")
+        if tokens.dtype.kind not in "iu":
+            raise RequestError(f"the prompt holds {tokens.dtype}: expected token ids")
+        bad = tokens[(tokens < 0) | (tokens >= self._shape.vocab_size)]
+        if len(bad):
+            raise RequestError(
+                f"token id {bad[0]} is outside of the vocabulary of {self._shape.vocab_size}"
+            )
+        most = self._runtime.sizes.max_seq_len
+        if len(tokens) >= most:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens; prompt and answer may have {most} together"
+            )
+        return tokens.astype(np.int32)
+
+    def _choose(self, batch_size: int, total_kv: int, max_kv: int) -> GraphChoice:
+        """The graph of a decode step: the plan's choice, if every rank can replay it."""
+        choice = self._runtime.planned.plan.choose(
+            batch_size=batch_size, total_kv=total_kv, max_kv=max_kv
+        )
+        if choice.bucket is None:
+            reason = "batch beyond the largest bucket"
+        else:
+            able, reason = self._runtime.runner.can_run(batch_size, choice.bucket, choice.variant)
+            if able:
+                return GraphChoice(choice.bucket, choice.variant)
+        self._graph_misses[reason] = self._graph_misses.get(reason, 0) + 1
+        return GraphChoice(None, 0)
+
+    def _launch_harvest(self, plan: StepPlan, snapshot: Snapshot, tokens: Tensor | None) -> None:
+        lease = None if tokens is None else self._reader.stage(tokens)
+
+        def harvest() -> None:
+            with self._times.measure(plan.step, Phase.HARVEST):
+                try:
+                    self._harvest.run(snapshot, [] if lease is None else lease.read())
+                except Exception as error:
+                    aborted = self._harvest.fail(snapshot, error)
+                    raise HarvestError(
+                        f"step {snapshot.step}: {error!r}; aborted requests: {aborted}"
+                    ) from error
+
+        try:
+            self._async.launch(harvest)
+        except HarvestError:
+            # that was the step before; this step's tokens must still come out
+            self._async.launch(harvest)
+            raise
+        if not self._in_flight or plan.kind is StepKind.IDLE:
+            self._async.sync()

@@ -1,0 +1,354 @@
+"""Brings one rank up: channel, group, model, cache, plan, graphs, in an order every rank shares.
+
+The channel comes first, so that a rank that dies from then on is seen by all. Every decision is
+rank 0's and is confirmed over the channel before any rank acts on it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tp_runtime.attention import KvCache
+from tp_runtime.broadcast import BroadcasterConfig, CpuTpBroadcaster
+from tp_runtime.device_state import DeviceState
+from tp_runtime.errors import BackendUnavailable, ConfigError, PlanMismatch, TpGroupError
+from tp_runtime.group import TpGroup
+from tp_runtime.ranks import RankInfo
+from tp_runtime.rendezvous import channel_address
+from tp_runtime.selection import (
+    BackendPlan,
+    BackendSet,
+    BenchReport,
+    BenchRequest,
+    DecodeShape,
+    DeviceInfo,
+    Eligibility,
+    agree,
+    available_backends,
+    measure_in_child,
+    select,
+)
+from tp_runtime.sizing import Sizes, resolve_sizes
+from tp_runtime.step_runner import StepRunner
+
+if TYPE_CHECKING:
+    from tp_runtime.config import RuntimeConfig
+    from tp_runtime.models.base import DecodeModel
+    from tp_runtime.step_times import StepTimes
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""(stage, done, total), on rank 0 and on peers alike."""
+
+ALIKE = (
+    "model", "dtype", "max_batch_size", "max_seq_len", "kv_block_size", "kernel_page_size",
+    "kv_cache_tokens", "prefill_chunk_tokens", "decode_buckets", "enable_dynamic_decode_backend",
+    "selection_mode", "decode_backend", "disable_decode_backend",
+)  # fmt: skip
+"""Settings that must be equal on every rank; the others are a rank's own affair."""
+
+
+def resolve_device(config: RuntimeConfig, local_rank: int) -> torch.device:
+    """The device of this rank. Raises ConfigError when it does not exist."""
+    available = torch.cuda.device_count()
+    name = config.device
+    if name == "auto":
+        name = "cuda" if available else "cpu"
+    if name == "cpu":
+        return torch.device("cpu")
+    if local_rank >= available:
+        raise ConfigError(
+            f"device cuda: local rank {local_rank} needs its own GPU, this host has {available}; "
+            "start fewer ranks or use --device cpu"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_channel(
+    config: RuntimeConfig, info: RankInfo | None, group: TpGroup | None
+) -> CpuTpBroadcaster:
+    """Join the CPU channel of the TP group.
+
+    Under torchrun the address follows from the environment. A host that brings its own process
+    group has no such names, so its rank 0 makes a private folder and tells the others.
+    """
+    settings = BroadcasterConfig(
+        join_timeout_s=config.join_timeout_s,
+        timeout_s=config.broadcast_timeout_s,
+        wait=config.broadcast_wait,
+    )
+    if group is None:
+        assert info is not None
+        address = channel_address(info) if info.tp_size > 1 else Path(os.devnull)
+        return CpuTpBroadcaster.join(
+            rank=info.tp_rank, world_size=info.tp_size, address=address, config=settings
+        )
+    folder: str | None = None
+    try:
+        if group.rank == 0 and group.size > 1:
+            folder = tempfile.mkdtemp(prefix="tp_runtime-")
+        name = group.broadcast_bytes(None if folder is None else os.fsencode(folder))
+        return CpuTpBroadcaster.join(
+            rank=group.rank,
+            world_size=group.size,
+            address=Path(os.fsdecode(name)) / "channel.sock",
+            config=settings,
+        )
+    finally:
+        if folder is not None:
+            # the socket file vanishes once all have joined, or with a failed join
+            Path(folder).rmdir()
+
+
+def confirm_alike(
+    channel: CpuTpBroadcaster, rank: int, what: str, values: dict[str, Any], *, timeout_s: float
+) -> dict[int, Any]:
+    """Every rank must hold the same values.
+
+    Returns:
+        On rank 0, each peer's own values by rank; empty elsewhere.
+
+    Raises:
+        PlanMismatch: some rank differs; names the rank and the fields. Raised on every rank.
+    """
+    values = json.loads(json.dumps(values))
+    if rank == 0:
+        receipt = channel.confirm({"alike": what, "values": values}, timeout_s=timeout_s)
+        if not receipt.committed:
+            reasons = "; ".join(f"rank {r}: {why}" for r, why in receipt.refusals.items())
+            raise PlanMismatch(f"{what} differs between ranks: {reasons}")
+        return {peer: json.loads(detail) for peer, detail in receipt.details.items()}
+    message = channel.receive(timeout_s=timeout_s)
+    theirs = message.get("values", {}) if isinstance(message, dict) else {}
+    differing = [
+        f"{name} is {values.get(name)!r} here, {theirs.get(name)!r} on rank 0"
+        for name in sorted({*values, *theirs})
+        if values.get(name) != theirs.get(name)
+    ]
+    detail = "; ".join(differing) if differing else json.dumps(values)
+    if not channel.acknowledge(not differing, detail, timeout_s=timeout_s):
+        own = f": {detail}" if differing else " (another rank refused)"
+        raise PlanMismatch(f"rank {rank}: {what} differs between ranks{own}")
+    return {}
+
+
+def share_sizes(
+    config: RuntimeConfig, channel: CpuTpBroadcaster, group: TpGroup, model: DecodeModel
+) -> Sizes:
+    """Rank 0's sizes, on every rank."""
+    own = resolve_sizes(config, model.shape, device=group.device, ranks_on_host=group.size)
+    if group.rank == 0:
+        channel.publish({"num_blocks": own.num_blocks})
+        return own
+    message = channel.receive(timeout_s=config.join_timeout_s)
+    return Sizes(
+        max_seq_len=own.max_seq_len,
+        page_size=own.page_size,
+        block_size=own.block_size,
+        num_blocks=message["num_blocks"],
+        slots=own.slots,
+        buckets=own.buckets,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedBackends:
+    """What the selection came to on this rank. report: None where nothing was measured."""
+
+    plan: BackendPlan
+    backends: BackendSet
+    refusals: dict[str, str]
+    report: BenchReport | None = None
+
+
+def plan_backends(
+    config: RuntimeConfig,
+    channel: CpuTpBroadcaster,
+    group: TpGroup,
+    model: DecodeModel,
+    sizes: Sizes,
+    progress: Progress,
+) -> PlannedBackends:
+    """Rank 0 measures (when asked to) and selects; every rank agrees to one plan.
+
+    Raises:
+        BackendUnavailable: no backend may serve this model on this device.
+        PlanMismatch: the ranks could not agree.
+    """
+    shape = decode_shape(model, sizes)
+    device = DeviceInfo.of(group.device)
+    eligibility = Eligibility(
+        pin=config.decode_backend, disabled=frozenset(config.disable_decode_backend)
+    )
+    offers = available_backends(shape, device, eligibility=eligibility)
+    refusals = {name: reason for name, reason in offers if reason is not None}
+    priority = [name for name, reason in offers if reason is None]
+    report: BenchReport | None = None
+    plan: BackendPlan | None = None
+    if group.rank == 0:
+        if not priority:
+            raise BackendUnavailable(f"no decode backend for {shape} on {device.name}: {refusals}")
+        if config.enable_dynamic_decode_backend:
+            progress("selection", 0, 1)
+            report = measure_in_child(bench_request(shape, group, sizes, priority))
+            refusals |= report.refusals
+            priority = [name for name in priority if name not in report.refusals]
+            plan = select(report.samples, priority=priority, mode=config.selection_mode)
+            progress("selection", 1, 1)
+        else:
+            plan = BackendPlan.fixed(priority, sizes.buckets, shape=shape)
+    agreed = agree(
+        channel,
+        plan,
+        rank=group.rank,
+        refusals={name: reason for name, reason in offers if reason is not None},
+        timeout_s=config.join_timeout_s,
+    )
+    return PlannedBackends(
+        plan=agreed,
+        backends=BackendSet(shape, group.device),
+        refusals=refusals,
+        report=report,
+    )
+
+
+def decode_shape(model: DecodeModel, sizes: Sizes) -> DecodeShape:
+    """The decode attention problem that this model poses to one rank."""
+    shape = model.shape
+    return DecodeShape(
+        q_heads=shape.q_heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype=str(shape.dtype).removeprefix("torch."),
+        page_size=sizes.page_size,
+        table_width=sizes.table_width,
+    )
+
+
+def bench_request(
+    shape: DecodeShape, group: TpGroup, sizes: Sizes, backends: list[str]
+) -> BenchRequest:
+    return BenchRequest(
+        shape=shape,
+        device=str(group.device),
+        buckets=sizes.buckets,
+        backends=tuple(backends),
+        threads=torch.get_num_threads(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRuntime:
+    """One rank with all it needs to run steps, before its graphs are captured."""
+
+    sizes: Sizes
+    planned: PlannedBackends
+    runner: StepRunner
+
+    @property
+    def plan_digest(self) -> str | None:
+        """None where nothing was measured: the fixed priority needs no agreement on numbers."""
+        plan = self.planned.plan
+        return plan.digest if plan.measured else None
+
+
+def build_rank(
+    config: RuntimeConfig,
+    channel: CpuTpBroadcaster,
+    group: TpGroup,
+    model: DecodeModel,
+    times: StepTimes,
+    progress: Progress,
+) -> RankRuntime:
+    """Cache, plan and step runner of a loaded model; all ranks call it together."""
+    sizes = share_sizes(config, channel, group, model)
+    planned = plan_backends(config, channel, group, model, sizes, progress)
+    with torch.inference_mode():
+        cache = KvCache(
+            model.shape,
+            num_pages=sizes.num_pages,
+            page_size=sizes.page_size,
+            device=group.device,
+        )
+        state = DeviceState(
+            slots=sizes.slots,
+            table_width=sizes.table_width,
+            pages_per_block=sizes.pages_per_block,
+            device=group.device,
+        )
+        runner = StepRunner(
+            model=model,
+            group=group,
+            state=state,
+            cache=cache,
+            plan=planned.plan,
+            backends=planned.backends,
+            buckets=sizes.buckets,
+            times=times,
+        )
+    return RankRuntime(sizes=sizes, planned=planned, runner=runner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """What all ranks captured alike. rank_reports: one for each rank, on rank 0 only."""
+
+    capture_digest: str
+    rank_reports: tuple[dict[str, Any], ...]
+
+
+def capture_rank(
+    config: RuntimeConfig,
+    channel: CpuTpBroadcaster,
+    group: TpGroup,
+    runtime: RankRuntime,
+    progress: Progress,
+) -> Captured:
+    """Capture on all ranks together and prove that it was the same.
+
+    Raises:
+        CaptureError: a graph could not be captured here.
+        PlanMismatch: some rank captured something else; names the rank and the field.
+    """
+    group.barrier()
+    capture = runtime.runner.capture(lambda done, total: progress("capture", done, total))
+    plan = runtime.planned.plan
+    report = {
+        "plan_digest": runtime.plan_digest,
+        "capture_digest": capture.digest,
+        "buckets": list(plan.buckets),
+        "backends": [list(plan.variants(bucket)) for bucket in plan.buckets],
+    }
+    peers = confirm_alike(
+        channel, group.rank, "the captured plan", report, timeout_s=config.join_timeout_s
+    )
+    everyone = sorted({0: report, **peers}.items()) if group.rank == 0 else []
+    return Captured(
+        capture_digest=capture.digest,
+        rank_reports=tuple({"rank": rank, **values} for rank, values in everyone),
+    )
+
+
+def settings_alike(config: RuntimeConfig) -> dict[str, Any]:
+    """The settings that `ALIKE` names, for `confirm_alike`."""
+    return {name: getattr(config, name) for name in ALIKE}
+
+
+def check_group(config: RuntimeConfig, group: TpGroup) -> None:
+    """Raises TpGroupError when the host's group is not what the configuration asks for."""
+    if config.tp_size is not None and config.tp_size != group.size:
+        raise TpGroupError(
+            f"tp_size is {config.tp_size}, but the group that was passed has {group.size} ranks"
+        )
