@@ -129,7 +129,7 @@ class SharedReduce:
         size: int,
         timeout_s: float,
         watch: PeerWatch,
-        slot_bytes: int = 256 * 1024,
+        slot_bytes: int = 1024 * 1024,
     ) -> SharedReduce | None:
         """Maps the memory on all ranks, or on none of them.
 
