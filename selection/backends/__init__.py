@@ -1,0 +1,1 @@
+"""Decode attention backends, one file each. The registry imports them when they are asked about."""
