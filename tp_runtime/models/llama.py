@@ -1,0 +1,165 @@
+"""The Llama family of decoders (Llama, Mistral, Qwen2, Qwen3), one rank's part.
+
+Two matrices per block are fused: rows of q, k, v lie one after the other, and so do gate and up.
+Each layer has two collectives, after the attention output and after the feed-forward block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from tp_runtime.layers.linear import ColumnParallelLinear, Matrix, RowParallelLinear
+from tp_runtime.layers.vocab import VocabParallelEmbedding, VocabParallelHead
+from tp_runtime.models.base import ModelShape
+from tp_runtime.ops.activation import silu_and_mul
+from tp_runtime.ops.norm import rms_norm
+from tp_runtime.ops.rope import RopeTable, rotate
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from tp_runtime.group import TpGroup
+    from tp_runtime.models.base import Attention
+    from tp_runtime.models.config import ModelConfig
+    from tp_runtime.models.partition import Partition
+    from tp_runtime.models.weights import LayerWeights, ShardReader
+
+
+class LlamaLayer:
+    """One decoder layer: attention and the gated feed-forward block, each with its norm."""
+
+    __slots__ = (
+        "_down",
+        "_eps",
+        "_gate_up",
+        "_head_dim",
+        "_index",
+        "_input_norm",
+        "_kv_heads",
+        "_output",
+        "_post_norm",
+        "_q_heads",
+        "_qk_norm",
+        "_qkv",
+    )
+
+    def __init__(
+        self,
+        index: int,
+        weights: LayerWeights,
+        *,
+        config: ModelConfig,
+        partition: Partition,
+        group: TpGroup,
+    ) -> None:
+        self._index = index
+        self._eps = config.rms_norm_eps
+        self._head_dim = config.head_dim
+        self._q_heads = partition.q_heads.width
+        self._kv_heads = partition.kv_heads.width
+        self._input_norm = weights.input_norm
+        self._qkv = ColumnParallelLinear(weights.qkv, weights.qkv_bias)
+        self._qk_norm: Tensor | None = None
+        if weights.q_norm is not None and weights.k_norm is not None:
+            # one weight per head, so that q and k are normalised together: [q + kv heads, head_dim]
+            self._qk_norm = torch.cat(
+                [
+                    weights.q_norm.expand(self._q_heads, -1),
+                    weights.k_norm.expand(self._kv_heads, -1),
+                ]
+            )
+        self._output = RowParallelLinear(weights.output, group)
+        self._post_norm = weights.post_norm
+        self._gate_up = ColumnParallelLinear(weights.gate_up)
+        self._down = RowParallelLinear(weights.down, group)
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        """The residual stream [tokens, hidden] after this layer."""
+        tokens = x.shape[0]
+        rotated_heads = self._q_heads + self._kv_heads
+        qkv = self._qkv(rms_norm(x, self._input_norm, self._eps))
+        heads = qkv.view(tokens, rotated_heads + self._kv_heads, self._head_dim)
+        qk, v = heads[:, :rotated_heads], heads[:, rotated_heads:]
+        if self._qk_norm is not None:
+            qk = rms_norm(qk, self._qk_norm, self._eps)
+        qk = rotate(qk, cos, sin)
+        attended = attention(self._index, qk[:, : self._q_heads], qk[:, self._q_heads :], v)
+        x = self._output(attended.reshape(tokens, self._q_heads * self._head_dim), x)
+        gate_up = self._gate_up(rms_norm(x, self._post_norm, self._eps))
+        return self._down(silu_and_mul(gate_up), x)
+
+
+class LlamaModel:
+    """A `DecodeModel`: embedding, layers, final norm, head.
+
+    Args:
+        config: the whole model.
+        partition: this rank's part.
+        reader: gives the weights of that part.
+        group: the ranks that hold the other parts.
+        dtype: of weights and activations.
+        max_positions: rows of the RoPE table; the model's own limit if None.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        partition: Partition,
+        reader: ShardReader,
+        *,
+        group: TpGroup,
+        dtype: torch.dtype,
+        max_positions: int | None = None,
+    ) -> None:
+        self.config = config
+        self._eps = config.rms_norm_eps
+        positions = max_positions or config.max_positions
+        embedding = Matrix(reader.embedding())
+        self._embedding = VocabParallelEmbedding(embedding, partition.vocab, group)
+        self._layers = [
+            LlamaLayer(
+                index, reader.layer(index), config=config, partition=partition, group=group
+            )
+            for index in range(config.num_layers)
+        ]
+        self._final_norm = reader.final_norm()
+        head = embedding if config.tied_head else Matrix(reader.head())
+        self._head = VocabParallelHead(head, partition.vocab)
+        self._rope = RopeTable(
+            config.head_dim,
+            theta=config.rope_theta,
+            max_positions=positions,
+            dtype=dtype,
+            device=group.device,
+            scaling=config.rope_scaling,
+        )
+        self._shape = ModelShape(
+            num_layers=config.num_layers,
+            q_heads=partition.q_heads.width,
+            kv_heads=partition.kv_heads.width,
+            head_dim=config.head_dim,
+            vocab_size=config.vocab_size,
+            vocab_start=partition.vocab.start,
+            vocab_end=partition.vocab.end,
+            max_positions=positions,
+            dtype=dtype,
+            eos_token_ids=config.eos_token_ids,
+        )
+
+    @property
+    def shape(self) -> ModelShape:
+        return self._shape
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """See `DecodeModel.forward`: [tokens] ids and positions -> [tokens, hidden]."""
+        x = self._embedding(token_ids)
+        cos, sin = self._rope.at(positions)
+        for layer in self._layers:
+            x = layer(x, cos, sin, attention)
+        return rms_norm(x, self._final_norm, self._eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `DecodeModel.logits`: [rows, hidden] -> [rows, vocab_end - vocab_start] float32."""
+        return self._head(hidden)
