@@ -1,0 +1,201 @@
+"""Messages as MessagePack: the types that may travel, and nothing else.
+
+A message is None, bool, int (64 bit), float, str, bytes, a list, a dict with str keys, or an
+integer array. Tuples and bytearrays are taken too and come back as lists and bytes. Integer
+arrays (numpy, or `array.array`) come back as writable numpy arrays of the same dtype and shape.
+
+Extension type 1 is an integer array: dtype code (1 byte), ndim (1), zero (2), each dimension
+(4 bytes), zeros up to a multiple of 8, then the elements, little-endian, C order.
+"""
+
+from __future__ import annotations
+
+import array
+import struct
+import sys
+from typing import Any, TypeAlias
+
+import msgpack
+import numpy as np
+
+from tp_runtime.errors import ProtocolError
+
+Message: TypeAlias = Any
+
+ARRAY_EXT = 1
+MAX_DEPTH = 64
+MAX_ITEMS = 1 << 20
+_MAX_DIMS = 8
+_ARRAY_HEAD = struct.Struct("<BBH")
+_DTYPES: dict[int, np.dtype[Any]] = {
+    code: np.dtype(name)
+    for code, name in enumerate(("<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8"), start=1)
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes, bytearray, memoryview})
+
+
+def encode(message: Message) -> bytes:
+    """Encode a message.
+
+    Raises:
+        ProtocolError: something in it may not travel; the message names the path to it.
+    """
+    _check(message, "$", 0)
+    try:
+        packed: bytes = msgpack.packb(message, default=_default, strict_types=True)
+    except (OverflowError, UnicodeEncodeError, ValueError, TypeError, BufferError) as error:
+        raise ProtocolError(f"message cannot be encoded: {_culprit(message, '$')}{error}") from None
+    return packed
+
+
+def decode(body: bytes | memoryview) -> Message:
+    """Decode exactly one message.
+
+    Raises:
+        ProtocolError: the bytes are truncated, damaged, or followed by others.
+    """
+    size = len(body)
+    items = min(size, MAX_ITEMS)
+    try:
+        return msgpack.unpackb(
+            body,
+            raw=False,
+            use_list=True,
+            strict_map_key=True,
+            object_hook=_check_keys,
+            ext_hook=_extension,
+            max_str_len=size,
+            max_bin_len=size,
+            max_ext_len=size,
+            max_array_len=items,
+            max_map_len=items,
+        )
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"body of {size} bytes cannot be decoded: {error}") from None
+
+
+def _check(value: Message, path: str, depth: int) -> None:
+    kind = type(value)
+    if kind in _SCALARS:
+        return
+    if depth > MAX_DEPTH:
+        raise ProtocolError(f"{path}: nested deeper than {MAX_DEPTH} levels")
+    if kind is dict:
+        _check_count(len(value), path)
+        for key, item in value.items():
+            if type(key) is not str:
+                raise ProtocolError(f"{path}: dict keys must be str, got {type(key).__name__}")
+            if type(item) not in _SCALARS:
+                _check(item, f"{path}.{key}", depth + 1)
+    elif kind is list or kind is tuple:
+        _check_count(len(value), path)
+        # one pass in C decides the common case, a list of scalars
+        if not _SCALARS.issuperset(map(type, value)):
+            for index, item in enumerate(value):
+                _check(item, f"{path}[{index}]", depth + 1)
+    elif isinstance(value, (np.ndarray, array.array)):
+        _check_array(value, path)
+    else:
+        raise ProtocolError(
+            f"{path}: a {kind.__module__}.{kind.__qualname__} may not travel; allowed are None, "
+            "bool, int, float, str, bytes, list, dict with str keys, integer arrays"
+        )
+
+
+def _check_count(count: int, path: str) -> None:
+    if count > MAX_ITEMS:
+        raise ProtocolError(f"{path}: {count} items, at most {MAX_ITEMS}; send an integer array")
+
+
+def _check_array(value: np.ndarray[Any, Any] | array.array[Any], path: str) -> None:
+    numbers = np.asarray(value)
+    if numbers.dtype.newbyteorder("<") not in _CODES:
+        raise ProtocolError(f"{path}: array of {numbers.dtype}, only integer arrays may travel")
+    if numbers.ndim > _MAX_DIMS:
+        raise ProtocolError(f"{path}: array of {numbers.ndim} dimensions, at most {_MAX_DIMS}")
+
+
+def _culprit(value: Message, path: str) -> str:
+    """Path of the scalar that does not fit, for the message of an error; "" if none is found."""
+    if type(value) is int and not -(1 << 63) <= value < 1 << 64:
+        return f"{path}: "
+    if type(value) is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return f"{path}: "
+    if type(value) is dict:
+        pairs = [(f"{path}.{key}", item) for key, item in value.items()]
+        pairs += [(f"{path} (key)", key) for key in value]
+    elif type(value) is list or type(value) is tuple:
+        pairs = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
+    else:
+        return ""
+    for at, item in pairs:
+        found = _culprit(item, at)
+        if found:
+            return found
+    return ""
+
+
+def _default(value: Any) -> Any:
+    if type(value) is tuple:
+        return list(value)
+    numbers = np.asarray(value)
+    little = np.ascontiguousarray(numbers, dtype=numbers.dtype.newbyteorder("<"))
+    # ascontiguousarray gives a 0-d array one dimension: the shape is that of the original
+    shape = numbers.shape
+    head = _ARRAY_HEAD.pack(_CODES[little.dtype], len(shape), 0)
+    head += struct.pack(f"<{len(shape)}I", *shape)
+    head += bytes(-len(head) % 8)
+    return msgpack.ExtType(ARRAY_EXT, head + little.tobytes())
+
+
+def _extension(code: int, data: bytes) -> np.ndarray[Any, Any]:
+    if code != ARRAY_EXT:
+        raise ValueError(f"extension type {code} is unknown")
+    if len(data) < _ARRAY_HEAD.size:
+        raise ValueError(f"integer array of {len(data)} bytes has no header")
+    dtype_code, dims, zero = _ARRAY_HEAD.unpack_from(data)
+    dtype = _DTYPES.get(dtype_code)
+    if dtype is None or dims > _MAX_DIMS or zero:
+        raise ValueError(f"integer array with dtype code {dtype_code}, {dims} dimensions")
+    head_bytes = _ARRAY_HEAD.size + 4 * dims
+    if len(data) < head_bytes:
+        raise ValueError("integer array with a truncated shape")
+    shape = struct.unpack_from(f"<{dims}I", data, _ARRAY_HEAD.size)
+    start = head_bytes + -head_bytes % 8
+    count = 1
+    for size in shape:
+        count *= size
+    if len(data) != start + count * dtype.itemsize:
+        raise ValueError(f"integer array of shape {shape} and {dtype} in {len(data)} bytes")
+    if any(data[head_bytes:start]):
+        raise ValueError("integer array with padding that is not zero")
+    numbers = np.frombuffer(data, dtype=dtype, count=count, offset=start).reshape(shape)
+    # A copy is writable and owns its memory; consumers such as torch refuse read-only arrays.
+    return numbers.astype(dtype.newbyteorder("="), copy=True)
+
+
+def _check_keys(value: dict[Any, Any]) -> dict[str, Any]:
+    for key in value:
+        if type(key) is not str:
+            raise ValueError(f"dict keys must be str, got {type(key).__name__}")
+    return value
+
+
+def field(body: Message, name: str, kind: type) -> Any:
+    """A field of a control body that came from another process.
+
+    Raises:
+        ProtocolError: the body is no dict, or the field is missing or of another type.
+    """
+    if not isinstance(body, dict) or type(body.get(name)) is not kind:
+        got = type(body.get(name)).__name__ if isinstance(body, dict) else type(body).__name__
+        raise ProtocolError(f"field {name}: expected {kind.__name__}, got {got}")
+    return body[name]
+
+
+if sys.byteorder != "little":  # pragma: no cover
+    raise ImportError("tp_runtime.broadcast is written for little-endian hosts")
