@@ -24,7 +24,8 @@ from tp_runtime.startup import (
     capture_rank,
     check_group,
     confirm_alike,
-    join_channel,
+    join_by_environment,
+    join_by_group,
     resolve_device,
     settings_alike,
 )
@@ -106,7 +107,7 @@ class Engine:
         self._tokenizer = tokenizer
         self._on_failure: OnFailure = on_failure or config.on_failure  # type: ignore[assignment]
         self._owner = threading.get_ident()
-        self._info: RankInfo | None = None
+        self._rank = 0 if group is None else group.rank
         self._channel: CpuTpBroadcaster | None = None
         self._watcher: FailureWatcher | None = None
         self._runtime: RankRuntime | None = None
@@ -131,9 +132,7 @@ class Engine:
     @property
     def rank(self) -> int:
         """The rank in the TP group; known before `start` only if a group was passed."""
-        if self._group is not None:
-            return self._group.rank
-        return 0 if self._info is None else self._info.tp_rank
+        return self._rank
 
     def start(self, *, progress: Progress | None = None) -> None:
         """Bring this rank up together with the others; returns when all are ready.
@@ -149,40 +148,19 @@ class Engine:
             return
         tell = progress or (lambda stage, done, total: None)
         with self._terminal():
-            if self._group is None:
-                self._info = RankInfo.from_env(tp_size=self._config.tp_size)
-                device = resolve_device(self._config, self._info.local_rank)
-            self._channel = join_channel(self._config, self._info, self._group)
-            self._watcher = FailureWatcher(
-                self._channel, rank=self.rank, on_failure=self._on_failure
-            )
-            confirm_alike(
-                self._channel,
-                self.rank,
-                "the configuration",
-                settings_alike(self._config),
-                timeout_s=self._config.join_timeout_s,
-            )
-            if self._group is None:
-                assert self._info is not None
-                self._group = TpGroup.create(
-                    self._info, device=device, timeout_s=self._config.join_timeout_s
-                )
-            self._watcher.watch_group(self._group)
-            if self._model is None:
-                self._load_model(self._group, lambda done, total: tell("load", done, total))
-            assert self._model is not None
-            self._runtime = build_rank(
-                self._config, self._channel, self._group, self._model, self._times, tell
-            )
+            channel, group = self._connect()
+            model = self._model
+            if model is None:
+                model = self._load_model(group, lambda done, total: tell("load", done, total))
+            self._runtime = build_rank(self._config, channel, group, model, self._times, tell)
         self.trigger_capture(progress=tell)
-        if self.rank == 0:
+        if group.rank == 0:
             self._root = RootLoop(
                 config=self._config,
-                channel=self._channel,
+                channel=channel,
                 runtime=self._runtime,
-                shape=self._model.shape,
-                device=self._group.device,
+                shape=model.shape,
+                device=group.device,
                 tokenizer=self._tokenizer,
                 times=self._times,
             )
@@ -379,16 +357,46 @@ class Engine:
             # the peers are gone or will learn it from the closed channel
             log.warning("rank 0 could not tell its peers to stop: %s", error)
 
-    def _load_model(self, group: TpGroup, progress: Callable[[int, int], None]) -> None:
+    def _connect(self) -> tuple[CpuTpBroadcaster, TpGroup]:
+        """Join the channel, watch it, and form the group, in this order."""
+        config, group = self._config, self._group
+        if group is not None:
+            channel = self._channel = join_by_group(config, group)
+            self._watch(channel)
+        else:
+            info = RankInfo.from_env(tp_size=config.tp_size)
+            self._rank = info.tp_rank
+            device = resolve_device(config, info.local_rank)
+            channel = self._channel = join_by_environment(config, info)
+            self._watch(channel)
+            group = TpGroup.create(info, device=device, timeout_s=config.join_timeout_s)
+            self._group = group
+        if self._watcher is not None:
+            self._watcher.watch_group(group)
+        confirm_alike(
+            channel,
+            group.rank,
+            "the configuration",
+            settings_alike(config),
+            timeout_s=config.join_timeout_s,
+        )
+        return channel, group
+
+    def _watch(self, channel: CpuTpBroadcaster) -> None:
+        if channel.world_size > 1:
+            self._watcher = FailureWatcher(channel, rank=self._rank, on_failure=self._on_failure)
+
+    def _load_model(self, group: TpGroup, progress: Callable[[int, int], None]) -> DecodeModel:
         import torch
 
         from tp_runtime.models import load_model
 
-        assert self._config.model is not None
+        if self._config.model is None:
+            raise ConfigError("no model: set `model` in the configuration or pass one")
         dtype = getattr(torch, self._config.dtype_on(group.device.type))
         loaded = load_model(self._config.model, group=group, dtype=dtype, progress=progress)
-        self._model = loaded.model
         self._tokenizer = loaded.tokenizer
+        return loaded.model
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):

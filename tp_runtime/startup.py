@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,8 +22,6 @@ from tp_runtime.attention import KvCache
 from tp_runtime.broadcast import BroadcasterConfig, CpuTpBroadcaster
 from tp_runtime.device_state import DeviceState
 from tp_runtime.errors import BackendUnavailable, ConfigError, PlanMismatch, TpGroupError
-from tp_runtime.group import TpGroup
-from tp_runtime.ranks import RankInfo
 from tp_runtime.rendezvous import channel_address
 from tp_runtime.selection import (
     BackendPlan,
@@ -42,7 +41,9 @@ from tp_runtime.step_runner import StepRunner
 
 if TYPE_CHECKING:
     from tp_runtime.config import RuntimeConfig
+    from tp_runtime.group import TpGroup
     from tp_runtime.models.base import DecodeModel
+    from tp_runtime.ranks import RankInfo
     from tp_runtime.step_times import StepTimes
 
 log = logging.getLogger(__name__)
@@ -76,40 +77,45 @@ def resolve_device(config: RuntimeConfig, local_rank: int) -> torch.device:
     return device
 
 
-def join_channel(
-    config: RuntimeConfig, info: RankInfo | None, group: TpGroup | None
-) -> CpuTpBroadcaster:
-    """Join the CPU channel of the TP group.
-
-    Under torchrun the address follows from the environment. A host that brings its own process
-    group has no such names, so its rank 0 makes a private folder and tells the others.
-    """
-    settings = BroadcasterConfig(
-        join_timeout_s=config.join_timeout_s,
-        timeout_s=config.broadcast_timeout_s,
-        wait=config.broadcast_wait,
+def join_by_environment(config: RuntimeConfig, info: RankInfo) -> CpuTpBroadcaster:
+    """Join the channel at the address that follows from torchrun's variables."""
+    address = channel_address(info) if info.tp_size > 1 else Path(os.devnull)
+    return CpuTpBroadcaster.join(
+        rank=info.tp_rank,
+        world_size=info.tp_size,
+        address=address,
+        config=_channel_config(config),
     )
-    if group is None:
-        assert info is not None
-        address = channel_address(info) if info.tp_size > 1 else Path(os.devnull)
-        return CpuTpBroadcaster.join(
-            rank=info.tp_rank, world_size=info.tp_size, address=address, config=settings
-        )
+
+
+def join_by_group(config: RuntimeConfig, group: TpGroup) -> CpuTpBroadcaster:
+    """Join the channel of a host that brings its own process group.
+
+    It has no names to derive an address from, so rank 0 makes a private folder and tells the
+    others through the group.
+    """
     folder: str | None = None
     try:
         if group.rank == 0 and group.size > 1:
             folder = tempfile.mkdtemp(prefix="tp_runtime-")
-        name = group.broadcast_bytes(None if folder is None else os.fsencode(folder))
+        name = group.broadcast_bytes(os.fsencode(folder or os.devnull))
         return CpuTpBroadcaster.join(
             rank=group.rank,
             world_size=group.size,
             address=Path(os.fsdecode(name)) / "channel.sock",
-            config=settings,
+            config=_channel_config(config),
         )
     finally:
         if folder is not None:
-            # the socket file vanishes once all have joined, or with a failed join
-            Path(folder).rmdir()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _channel_config(config: RuntimeConfig) -> BroadcasterConfig:
+    return BroadcasterConfig(
+        join_timeout_s=config.join_timeout_s,
+        timeout_s=config.broadcast_timeout_s,
+        wait=config.broadcast_wait,
+    )
 
 
 def confirm_alike(

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tp_runtime.graphs import DecodeGraphs
 
 from tp_runtime.attention import DecodeRows, PromptChunk, StepAttention
 from tp_runtime.errors import CaptureError, ProtocolError
+from tp_runtime.graphs import DecodeGraphs
 from tp_runtime.ops.sampling import SamplerMode, gather_vocab_sizes, sample
 from tp_runtime.selection import DecodeStep, prepare_decode_backend
 from tp_runtime.step_plan import StepKind
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-    from tp_runtime.graphs import CaptureReport
 
     from tp_runtime.attention import KvCache
     from tp_runtime.device_state import DeviceState
+    from tp_runtime.graphs import CaptureReport
     from tp_runtime.group import TpGroup
     from tp_runtime.models.base import DecodeModel
     from tp_runtime.selection import BackendPlan, BackendSet, DecodeBackend
@@ -90,6 +90,7 @@ class StepRunner:
             buckets=buckets,
             variants={bucket: len(plan.variants(bucket)) * SAMPLERS for bucket in buckets},
             device=state.device,
+            describe=self._describe_graph,
         )
         shape = model.shape
         self._vocab_sizes = gather_vocab_sizes(
@@ -104,8 +105,8 @@ class StepRunner:
         """Capture every bucket and variant; on a CPU the static step is prepared instead."""
         for bucket in self._plan.buckets:
             for name in self._plan.variants(bucket):
-                self._backends.get(name).prepare_for_capture(bucket)
-        return self._graphs.capture(progress)
+                self._backends[name].prepare_for_capture(bucket)
+        return self._graphs.capture(progress, before_each=self._group.barrier)
 
     def can_run(self, batch_size: int, bucket: int, variant: int) -> tuple[bool, str]:
         """Whether every sampler's graph of (bucket, variant) exists. Pure; asked by rank 0."""
@@ -191,8 +192,16 @@ class StepRunner:
         """The step function that is captured; also runs as it is on a CPU."""
         name = self._plan.variants(bucket)[variant // SAMPLERS]
         return self._decode_rows(
-            inputs["slots"], self._backends.get(name), SamplerMode(variant % SAMPLERS)
+            inputs["slots"], self._backends[name], SamplerMode(variant % SAMPLERS)
         )
+
+    def _describe_graph(self, bucket: int, variant: int) -> dict[str, str | int]:
+        backend = self._plan.variants(bucket)[variant // SAMPLERS]
+        return {
+            "backend": backend,
+            "sampler": SamplerMode(variant % SAMPLERS).name,
+            "table_width": self._state.block_table.shape[1],
+        }
 
     def _decode_rows(self, slots: Tensor, backend: DecodeBackend, mode: SamplerMode) -> Tensor:
         """One token for each slot; rows of the dummy slot change nothing that is ever read."""

