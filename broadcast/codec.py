@@ -142,6 +142,8 @@ def _culprit(value: Message, path: str) -> str:
 def _default(value: Any) -> Any:
     if type(value) is tuple:
         return list(value)
+    if type(value) is int:
+        raise OverflowError(f"integer of {value.bit_length()} bits, at most 64 may travel")
     numbers = np.asarray(value)
     little = np.ascontiguousarray(numbers, dtype=numbers.dtype.newbyteorder("<"))
     # ascontiguousarray gives a 0-d array one dimension: the shape is that of the original

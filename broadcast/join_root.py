@@ -103,13 +103,14 @@ class _Join:
                     self._hear_joined(self._joined[descriptor])
         self._announce()
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Take one connection; False if nobody waits."""
         try:
             sock, _ = self._listener.sock.accept()
         except OSError as error:
             # the other side may have gone again before it was accepted
             log.debug("accept: %s", error)
-            return
+            return False
         port = ControlPort(
             PacketSocket(sock),
             epoch=self._config.epoch,
@@ -125,6 +126,7 @@ class _Join:
             self._refuse(self._forget(oldest), "it did not say who it is, and others are waiting")
         self._candidates[port.fileno()] = candidate
         self._epoll.register(port.fileno(), select.EPOLLIN)
+        return True
 
     def _hear(self, descriptor: int) -> None:
         candidate = self._candidates[descriptor]
@@ -247,10 +249,8 @@ class _Join:
 
     def dismiss_candidates(self) -> None:
         """Answer everybody who still waits, so that no one waits for its deadline."""
-        while True:
-            before = len(self._candidates)
-            self._accept()
-            if len(self._candidates) == before:
+        for _ in range(self._identity.world_size + _MAX_CANDIDATES):
+            if not self._accept():
                 break
         for descriptor in list(self._candidates):
             complete = f"field rank: the group of {self._identity.world_size} is complete or gone"

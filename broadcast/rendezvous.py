@@ -79,9 +79,6 @@ class Address:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path.name, dir_fd=self._folder)
 
-    def chmod(self, mode: int) -> None:
-        os.chmod(self.path.name, mode, dir_fd=self._folder)
-
     def close(self) -> None:
         os.close(self._folder)
 
@@ -102,8 +99,9 @@ class Listener:
         try:
             with self._address.locked():
                 self._remove_stale()
+                # Linux gives the file the mode of the socket, so it never is open to others.
+                os.fchmod(self.sock.fileno(), 0o600)
                 self.sock.bind(self._address.name)
-                self._address.chmod(0o600)
                 self.sock.listen(backlog)
                 bound = self._address.stat()
         except BaseException:
