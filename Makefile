@@ -1,14 +1,14 @@
 # setup run test test-long lint bench. Each target makes the environment first where it is missing.
 SHELL := /bin/bash
 BIN := .venv/bin
-# torchrun sets this to 1 and says so at length; ranks divide the cores among themselves
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup run test test-long lint bench docs
 
 setup:
 	@bash scripts/setup.sh
 
+# torchrun sets it to 1 anyway, and says so at length; the ranks divide the cores themselves
+run: export OMP_NUM_THREADS ?= 1
 run: setup
 	$(BIN)/torchrun --standalone --nproc-per-node 2 -m tp_runtime.launch decode --model smollm2 \
 	    --enable-dynamic-decode-backend --prompt "What is the capital of France?" --max-tokens 32

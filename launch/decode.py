@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         ) -> str: ...
         def step(self) -> Iterable[RequestOutput]: ...
         def serve_peer(self) -> None: ...
-        def close(self) -> None: ...
+        def close(self, reason: str | None = None) -> None: ...
 
     MakeEngine = Callable[[RuntimeConfig], DecodeEngine]
 
@@ -100,10 +100,18 @@ def run(
     engine = (make_engine or _engine)(config)
     try:
         if info.tp_rank > 0:
-            return _serve(engine, args, info, interrupts)
-        return _answer(engine, args, info, interrupts, prompts, sampling, target)
-    finally:
-        engine.close()
+            status = _serve(engine, args, info, interrupts)
+        else:
+            status = _answer(engine, args, info, interrupts, prompts, sampling, target)
+    except KeyboardInterrupt:
+        # between two steps everybody can be told to stop; in the middle of a start nobody listens
+        engine.close(None if interrupts.deferred else "interrupted")
+        raise
+    except exits.REPORTED as error:
+        engine.close(exits.one_line(error))
+        raise
+    engine.close()
+    return status
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:

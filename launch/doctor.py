@@ -12,6 +12,7 @@ from tp_runtime.errors import TpRuntimeError
 from tp_runtime.launch import exits, selftest
 from tp_runtime.launch.options import add_common, add_settings, json_target
 from tp_runtime.launch.output import say, table
+from tp_runtime.pages import resolve_kernel_page
 from tp_runtime.rendezvous import runtime_directory
 from tp_runtime.selection import available_backends
 from tp_runtime.selection.base import DecodeShape, DeviceInfo
@@ -186,7 +187,7 @@ def _backends(config: RuntimeConfig) -> list[dict[str, Any]]:
 
 
 def _plain_shape(config: RuntimeConfig, device_type: str) -> DecodeShape:
-    page = config.kernel_page_size or config.kv_block_size
+    page = resolve_kernel_page(config.kv_block_size, config.kernel_page_size)
     return DecodeShape(
         q_heads=32,
         kv_heads=8,

@@ -48,6 +48,11 @@ class Interrupts:
         """A signal came."""
         return self._noted
 
+    @property
+    def deferred(self) -> bool:
+        """`defer` was called."""
+        return self._deferring
+
     def defer(self) -> None:
         """From here on a first signal is only noted; the caller looks at `noted`."""
         self._deferring = True

@@ -29,6 +29,7 @@ OTHER_VARIABLES: dict[str, str] = {
     CONFIG_FILE_VARIABLE: "path of the TOML file, as --config",
     "TP_RUNTIME_LOG_LEVEL": "log level of the command line, as --log-level: "
     "debug, info, warning or error",
+    "TP_RUNTIME_NUM_THREADS": "CPU threads of each rank; unset: an equal share of the cores",
 }
 """Variables under the prefix that are not fields of RuntimeConfig."""
 

@@ -121,8 +121,8 @@ class FakeEngine:
         self.calls.append("serve_peer")
         self.on_step()
 
-    def close(self) -> None:
-        self.calls.append("close")
+    def close(self, reason: str | None = None) -> None:
+        self.calls.append("close" if reason is None else f"close: {reason}")
 
 
 class Run:
@@ -283,7 +283,7 @@ def test_a_prompt_that_is_too_long_says_which_one(run: Run) -> None:
     with pytest.raises(RequestError, match=r"prompt 2 of 2: prompt has 9 tokens"):
         run("--prompt", "a", "--prompt", "abcdefg")
     assert run.engine is not None
-    assert run.engine.calls == ["start", "close"]
+    assert run.engine.calls[-1] == "close: prompt 2 of 2: prompt has 9 tokens, the model takes 5"
 
 
 def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(
@@ -389,7 +389,7 @@ def test_a_lost_peer_closes_the_engine_and_goes_on_up(run: Run) -> None:
     with pytest.raises(PeerLost):
         run("--prompt", "abc")
     assert run.engine is not None
-    assert run.engine.calls == ["start", "close"]
+    assert run.engine.calls == ["start", "close: rank 1 was killed"]
 
 
 def _parsed(*words: str) -> argparse.Namespace:

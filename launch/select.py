@@ -1,0 +1,207 @@
+"""`select`: measure the decode backends for a model's shape, without loading its weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from tp_runtime.config import RuntimeConfig
+from tp_runtime.errors import BackendUnavailable, ConfigError
+from tp_runtime.launch import exits
+from tp_runtime.launch.options import add_common, add_settings, json_target, parse_number
+from tp_runtime.launch.output import say, table
+from tp_runtime.launch.plan import describe
+from tp_runtime.launch.progress import Progress
+from tp_runtime.ranks import TORCHRUN_VARIABLES, RankInfo
+from tp_runtime.selection import (
+    PRIORITY_VERSION,
+    BackendPlan,
+    BenchReport,
+    BenchRequest,
+    DecodeShape,
+    DeviceInfo,
+    Eligibility,
+    available_backends,
+    measure_in_child,
+    select,
+)
+from tp_runtime.selection.report import refusal_lines, selection_report
+
+if TYPE_CHECKING:
+    import argparse
+
+    from tp_runtime.launch.interrupts import Interrupts
+
+HELP = "measure the decode backends for a model's shape on this device, and print the plan"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selected:
+    """What a selection came to.
+
+    Args:
+        refusals: every backend that takes no part, with the reason.
+        report: None where no backend was left to measure against another.
+    """
+
+    shape: DecodeShape
+    device: DeviceInfo
+    refusals: dict[str, str]
+    report: BenchReport
+    plan: BackendPlan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--save", metavar="FILE", help="write the plan to FILE, for `plan`")
+    parser.add_argument(
+        "--time-limit-s", metavar="X", help="stop measuring after X seconds (default 120)"
+    )
+    add_common(parser)
+    add_settings(parser)
+
+
+def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
+    """Run the verb. Under torchrun rank 0 does it, and the TP size is that of the run."""
+    config = RuntimeConfig.resolve(args).config
+    if config.model is None:
+        raise ConfigError("no model: expected --model smollm2, a path, or random:<named config>")
+    time_limit_s = float(parse_number(float, args.time_limit_s or "120", flag="--time-limit-s"))
+    tp_size = config.tp_size or 1
+    if any(name in os.environ for name in TORCHRUN_VARIABLES):
+        info = RankInfo.from_env(tp_size=config.tp_size)
+        tp_size = info.tp_size
+        if info.rank > 0:
+            return exits.OK
+    target = json_target(args)
+    with Progress() as progress:
+        selected = measure_plan(
+            config, config.model, tp_size=tp_size, time_limit_s=time_limit_s, progress=progress
+        )
+    if args.save is not None:
+        _save(selected.plan, Path(args.save))
+    target.write(as_document(selected))
+    if not target.on_stdout:
+        say(as_text(selected))
+    return exits.OK
+
+
+def measure_plan(
+    config: RuntimeConfig, model: str, *, tp_size: int, time_limit_s: float, progress: Progress
+) -> Selected:
+    """Measure what the settings leave, and decide as the engine does.
+
+    Raises:
+        ModelError: the model cannot be read, or not be divided over `tp_size` ranks.
+        BackendUnavailable: no backend may serve it here.
+    """
+    import torch
+
+    from tp_runtime.cpu_threads import cpu_threads_per_rank
+    from tp_runtime.launch.model_shape import model_config, model_shape
+    from tp_runtime.sizing import resolve_sizes
+    from tp_runtime.startup import resolve_device
+
+    device = resolve_device(config, 0)
+    dtype = config.dtype_on(device.type)
+    part = model_shape(model_config(model), tp_size=tp_size, dtype=getattr(torch, dtype))
+    sizes = resolve_sizes(config, part, device=device, ranks_on_host=tp_size)
+    shape = DecodeShape(
+        q_heads=part.q_heads,
+        kv_heads=part.kv_heads,
+        head_dim=part.head_dim,
+        dtype=dtype,
+        page_size=sizes.page_size,
+        table_width=sizes.table_width,
+    )
+    info = DeviceInfo.of(device)
+    eligibility = Eligibility(
+        pin=config.decode_backend, disabled=frozenset(config.disable_decode_backend)
+    )
+    offers = available_backends(shape, info, eligibility=eligibility)
+    refusals = {name: reason for name, reason in offers if reason is not None}
+    priority = [name for name, reason in offers if reason is None]
+    if not priority:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
+        raise BackendUnavailable(f"no decode backend may serve {shape} on {info.name}: {reasons}")
+    request = BenchRequest(
+        shape=shape,
+        device=str(device),
+        buckets=sizes.buckets,
+        candidates=() if config.decode_backend is None else (config.decode_backend,),
+        threads=cpu_threads_per_rank(tp_size) if device.type == "cpu" else 0,
+    )
+    request = _without_disabled(request, priority, config)
+    report = measure_in_child(
+        request, time_limit_s, progress=lambda done, total: progress("selection", done, total)
+    )
+    refusals |= report.refusals
+    priority = [name for name in priority if name not in report.refusals]
+    if report.samples:
+        plan = select(
+            report.samples,
+            priority=priority,
+            mode=cast("Literal['stable', 'adaptive']", config.selection_mode),
+            buckets=sizes.buckets,
+            priority_version=PRIORITY_VERSION,
+            shape=shape,
+            device=info.name,
+        )
+    else:
+        plan = BackendPlan.fixed(
+            priority,
+            sizes.buckets,
+            priority_version=PRIORITY_VERSION,
+            shape=shape,
+            device=info.name,
+        )
+    return Selected(shape=shape, device=info, refusals=refusals, report=report, plan=plan)
+
+
+def _without_disabled(
+    request: BenchRequest, priority: list[str], config: RuntimeConfig
+) -> BenchRequest:
+    """Race only what the person allows; with nothing disabled the benchmark knows best."""
+    if not config.disable_decode_backend or request.candidates:
+        return request
+    return dataclasses.replace(request, candidates=tuple(priority))
+
+
+def as_text(selected: Selected) -> str:
+    """Shape, table of the plan, refusals."""
+    shape = selected.shape
+    facts = [
+        ("device", selected.device.name),
+        ("heads", f"{shape.q_heads} query, {shape.kv_heads} key-value, head_dim {shape.head_dim}"),
+        ("cache", f"{shape.dtype}, pages of {shape.page_size}, {shape.table_width} to a sequence"),
+    ]
+    # the report's own refusals are among all of them
+    report = dataclasses.replace(selected.report, refusals={})
+    parts = [table(facts), selection_report(selected.plan, report)]
+    if selected.refusals:
+        parts.append("refused:\n" + refusal_lines(selected.refusals))
+    return "\n\n".join(parts)
+
+
+def as_document(selected: Selected) -> dict[str, Any]:
+    """The same for --json."""
+    return {
+        "shape": dataclasses.asdict(selected.shape),
+        "device": selected.device.name,
+        "refusals": selected.refusals,
+        "samples": [dataclasses.asdict(sample) for sample in selected.report.samples],
+        "seconds": selected.report.seconds,
+        "complete": selected.report.complete,
+        "plan": describe(selected.plan),
+    }
+
+
+def _save(plan: BackendPlan, path: Path) -> None:
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise ConfigError(
+            f"flag --save: {path} cannot be written: {error.strerror or error}"
+        ) from error
