@@ -142,7 +142,7 @@ class BackendSet:
             raise BackendUnavailable(
                 f"decode backend {name} cannot serve {self.shape} on {self._info.name}: {reason}"
             )
-        return cast("DecodeBackend", backend_class(self.shape, self.device))  # type: ignore[call-arg]
+        return backend_class(self.shape, self.device)  # type: ignore[call-arg]
 
 
 def prepare_decode_backend(
