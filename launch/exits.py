@@ -5,11 +5,17 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import sys
+import time
 import traceback
+from pathlib import Path
 
 from tp_runtime.errors import ConfigError, ModelNotFound, RequestError, TpRuntimeError
+
+log = logging.getLogger(__name__)
 
 OK = 0
 FAILED = 1
@@ -39,7 +45,7 @@ def report(error: BaseException, *, debug: bool) -> int:
     # one write, so that lines of several ranks do not mix
     sys.stderr.write(f"{prefix()}error: {one_line(error)}\n")
     sys.stderr.flush()
-    _tell_torchrun(error)
+    _tell_torchrun(one_line(error))
     return status_of(error)
 
 
@@ -56,13 +62,14 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _tell_torchrun(error: BaseException) -> None:
-    # torchrun shows the first failing rank's message if it is left in this file
-    if not os.environ.get("TORCHELASTIC_ERROR_FILE"):
+def _tell_torchrun(text: str) -> None:
+    """Leave the message where torchrun looks for it: it shows that of the first rank to fail."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
         return
-    if not isinstance(error, Exception) or status_of(error) == USAGE:
-        # a usage error is met before torch is imported, and its line says all there is
-        return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    get_error_handler().record_exception(error)
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    document = {"message": {"message": text, "extraInfo": extra}}
+    try:
+        Path(path).write_text(json.dumps(document), encoding="utf-8")
+    except OSError as error:
+        log.info("torchrun's error file %s cannot be written: %s", path, error)
