@@ -120,7 +120,7 @@ class _Join:
         candidate = _Candidate(port, port.packets.credentials())
         if candidate.who.uid != os.geteuid():
             self._refuse(candidate, f"uid: expected {os.geteuid()}, {candidate} is of another user")
-            return
+            return True
         if len(self._candidates) >= _MAX_CANDIDATES:
             oldest = next(iter(self._candidates))
             self._refuse(self._forget(oldest), "it did not say who it is, and others are waiting")
