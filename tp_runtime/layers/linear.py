@@ -1,7 +1,7 @@
 """Matrices and the two ways of splitting them over ranks.
 
 On a CPU one layout is chosen per matrix when it is loaded, by what was measured for one row
-(float32, one thread, weights out of cache): a BLAS call streams memory fastest along the longer axis,
+(float32, one thread, weights out of cache): BLAS streams memory fastest along the longer axis,
 10-16 GB/s against 7-10 GB/s for `F.linear` on a wide matrix. More rows use the same storage.
 """
 
@@ -28,16 +28,18 @@ class Matrix:
 
     Args:
         weight: [out, in], as checkpoints store it.
+        multiplied: False for an embedding without a head, whose rows are only looked up.
     """
 
     __slots__ = ("_slices", "_storage", "_transposed", "in_features", "out_features")
 
-    def __init__(self, weight: Tensor) -> None:
+    def __init__(self, weight: Tensor, *, multiplied: bool = True) -> None:
         self.out_features, self.in_features = weight.shape
-        self._transposed = weight.device.type == "cpu" and self.out_features >= self.in_features
+        tall = self.out_features >= self.in_features
+        self._transposed = multiplied and tall and weight.device.type == "cpu"
         self._storage = weight.t().contiguous() if self._transposed else weight.contiguous()
         wide = self._transposed and self.out_features >= 4 * _SLICE_COLUMNS
-        self._slices = self._storage.split(_SLICE_COLUMNS, 1) if wide else ()
+        self._slices = torch.split(self._storage, _SLICE_COLUMNS, 1) if wide else ()
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +67,7 @@ class Matrix:
         if not self._slices or x.shape[0] < _SLICE_ROWS:
             return torch.mm(x, self._storage)
         out = x.new_empty(x.shape[0], self.out_features)
-        for part, columns in zip(out.split(_SLICE_COLUMNS, 1), self._slices, strict=True):
+        for part, columns in zip(torch.split(out, _SLICE_COLUMNS, 1), self._slices, strict=True):
             torch.mm(x, columns, out=part)
         return out
 
@@ -82,7 +84,7 @@ class ColumnParallelLinear:
     """Each rank has some output columns; no communication.
 
     Args:
-        weight: this rank's [out / size, in]; several projections may be stacked (fused qkv, gate_up).
+        weight: this rank's [out / size, in]; projections may be stacked (fused qkv, gate_up).
         bias: [out / size] or None.
     """
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tp_runtime.layers.linear import Matrix
-
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tp_runtime.group import TpGroup
+    from tp_runtime.layers.linear import Matrix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,7 @@ def convert_gguf(gguf: Path, folder: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     try:
-        from safetensors.torch import save_file  # noqa: PLC0415
+        from safetensors.torch import save_file
     except ImportError as error:
         raise ModelError(
             "writing model folders needs safetensors: pip install 'tp-runtime[models]'"
@@ -148,4 +148,3 @@ def huggingface_config(config: ModelConfig) -> dict[str, Any]:
         "eos_token_id": list(config.eos_token_ids) or None,
         "dtype": "float32",
     }
-

@@ -24,7 +24,19 @@ if TYPE_CHECKING:
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _ARRAY, _STRING, _BOOL = 9, 8, 7
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 _MAX_DIMENSIONS = 4
 _CHUNK_VALUES = 1 << 23  # dequantised at a time, bounds the temporaries to some 100 MiB
 
@@ -173,7 +185,9 @@ class GgufFile:
             self.metadata[key] = struct.unpack_from(code, self._data, self._position)
             self._position += struct.calcsize(code)
         else:
-            raise ModelFormatError(f"{self.path}: {key} is an array of unknown type {kind}; damaged")
+            raise ModelFormatError(
+                f"{self.path}: {key} is an array of unknown type {kind}; damaged"
+            )
 
     def _skip_strings(self, count: int) -> None:
         unpack, data, position = struct.Struct("<Q").unpack_from, self._data, self._position
@@ -227,7 +241,7 @@ class GgufFile:
 
 def _gguf() -> Any:
     try:
-        import gguf  # noqa: PLC0415
+        import gguf
     except ImportError as error:
         raise ModelError(
             "reading GGUF files needs the gguf package: pip install 'tp-runtime[models]'"

@@ -14,7 +14,7 @@ from tp_runtime.layers.linear import ColumnParallelLinear, Matrix, RowParallelLi
 from tp_runtime.layers.vocab import VocabParallelEmbedding, VocabParallelHead
 from tp_runtime.models.base import ModelShape
 from tp_runtime.ops.activation import silu_and_mul
-from tp_runtime.ops.norm import rms_norm
+from tp_runtime.ops.norm import RmsNorm
 from tp_runtime.ops.rope import RopeTable, rotate
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ class LlamaLayer:
 
     __slots__ = (
         "_down",
-        "_eps",
         "_gate_up",
         "_head_dim",
         "_index",
@@ -55,23 +54,21 @@ class LlamaLayer:
         group: TpGroup,
     ) -> None:
         self._index = index
-        self._eps = config.rms_norm_eps
         self._head_dim = config.head_dim
         self._q_heads = partition.q_heads.width
         self._kv_heads = partition.kv_heads.width
-        self._input_norm = weights.input_norm
+        self._input_norm = RmsNorm(weights.input_norm, config.rms_norm_eps)
         self._qkv = ColumnParallelLinear(weights.qkv, weights.qkv_bias)
-        self._qk_norm: Tensor | None = None
+        self._qk_norm: RmsNorm | None = None
         if weights.q_norm is not None and weights.k_norm is not None:
             # one weight per head, so that q and k are normalised together: [q + kv heads, head_dim]
-            self._qk_norm = torch.cat(
-                [
-                    weights.q_norm.expand(self._q_heads, -1),
-                    weights.k_norm.expand(self._kv_heads, -1),
-                ]
-            )
+            per_head = [
+                weights.q_norm.expand(self._q_heads, -1),
+                weights.k_norm.expand(self._kv_heads, -1),
+            ]
+            self._qk_norm = RmsNorm(torch.cat(per_head), config.rms_norm_eps)
         self._output = RowParallelLinear(weights.output, group)
-        self._post_norm = weights.post_norm
+        self._post_norm = RmsNorm(weights.post_norm, config.rms_norm_eps)
         self._gate_up = ColumnParallelLinear(weights.gate_up)
         self._down = RowParallelLinear(weights.down, group)
 
@@ -79,15 +76,15 @@ class LlamaLayer:
         """The residual stream [tokens, hidden] after this layer."""
         tokens = x.shape[0]
         rotated_heads = self._q_heads + self._kv_heads
-        qkv = self._qkv(rms_norm(x, self._input_norm, self._eps))
+        qkv = self._qkv(self._input_norm(x))
         heads = qkv.view(tokens, rotated_heads + self._kv_heads, self._head_dim)
         qk, v = heads[:, :rotated_heads], heads[:, rotated_heads:]
         if self._qk_norm is not None:
-            qk = rms_norm(qk, self._qk_norm, self._eps)
+            qk = self._qk_norm(qk)
         qk = rotate(qk, cos, sin)
         attended = attention(self._index, qk[:, : self._q_heads], qk[:, self._q_heads :], v)
         x = self._output(attended.reshape(tokens, self._q_heads * self._head_dim), x)
-        gate_up = self._gate_up(rms_norm(x, self._post_norm, self._eps))
+        gate_up = self._gate_up(self._post_norm(x))
         return self._down(silu_and_mul(gate_up), x)
 
 
@@ -114,17 +111,14 @@ class LlamaModel:
         max_positions: int | None = None,
     ) -> None:
         self.config = config
-        self._eps = config.rms_norm_eps
         positions = max_positions or config.max_positions
-        embedding = Matrix(reader.embedding())
+        embedding = Matrix(reader.embedding(), multiplied=config.tied_head)
         self._embedding = VocabParallelEmbedding(embedding, partition.vocab, group)
         self._layers = [
-            LlamaLayer(
-                index, reader.layer(index), config=config, partition=partition, group=group
-            )
+            LlamaLayer(index, reader.layer(index), config=config, partition=partition, group=group)
             for index in range(config.num_layers)
         ]
-        self._final_norm = reader.final_norm()
+        self._final_norm = RmsNorm(reader.final_norm(), config.rms_norm_eps)
         head = embedding if config.tied_head else Matrix(reader.head())
         self._head = VocabParallelHead(head, partition.vocab)
         self._rope = RopeTable(
@@ -158,7 +152,7 @@ class LlamaModel:
         cos, sin = self._rope.at(positions)
         for layer in self._layers:
             x = layer(x, cos, sin, attention)
-        return rms_norm(x, self._final_norm, self._eps)
+        return self._final_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `DecodeModel.logits`: [rows, hidden] -> [rows, vocab_end - vocab_start] float32."""

@@ -113,7 +113,9 @@ def find_smollm2() -> Path:
     """
     spec = importlib.util.find_spec(_SMOLLM2_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
-        raise ModelNotFound(f"model 'smollm2' is not installed; install it with:\n{_SMOLLM2_INSTALL}")
+        raise ModelNotFound(
+            f"model 'smollm2' is not installed; install it with:\n{_SMOLLM2_INSTALL}"
+        )
     for folder in spec.submodule_search_locations:
         files = sorted(Path(folder).glob("*.gguf"))
         if files:

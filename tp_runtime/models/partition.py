@@ -21,7 +21,7 @@ _LARGEST_TP_SIZE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Indices [start, stop) that exist, out of `width` that the rank's tensor has; the rest is 0."""
+    """Indices [start, stop) that exist; the rank's tensor has `width`, and the rest of it is 0."""
 
     start: int
     stop: int
@@ -31,9 +31,7 @@ class Span:
     def of(cls, total: int, *, rank: int, size: int) -> Span:
         """Rank's part of `total` in equal widths; the last ones may be short or empty."""
         width = -(-total // size)
-        return cls(
-            start=min(rank * width, total), stop=min((rank + 1) * width, total), width=width
-        )
+        return cls(start=min(rank * width, total), stop=min((rank + 1) * width, total), width=width)
 
     def scaled(self, by: int) -> Span:
         """The span in units that are `by` times finer."""

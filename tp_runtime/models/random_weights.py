@@ -54,7 +54,7 @@ class RandomWeights:
         column_index = torch.arange(column_start, column_stop, device=self._device)
         out = torch.empty(len(row_index), len(column_index), device=self._device)
         step = max(1, _CHUNK_VALUES // len(column_index))
-        for part, index in zip(out.split(step), row_index.split(step), strict=True):
+        for part, index in zip(torch.split(out, step), torch.split(row_index, step), strict=True):
             part.copy_(_uniform(index * width + column_index, salt))
         if len(shape) == 1:
             out = out.squeeze(1)
@@ -76,8 +76,9 @@ def _range_of(name: str, shape: tuple[int, ...], *, untied: bool) -> tuple[float
 def _uniform(index: Tensor, salt: int) -> Tensor:
     """float32 in [-1, 1), 24 bits of a hash of each int64 index.
 
-    The mixer is that of "lowbias32" (C. Wellons, hash-prospector), run in the low half of int64 so
-    that every product fits and every device agrees; the high half of the index enters with the salt.
+    The mixer follows "lowbias32" (C. Wellons, hash-prospector), run in the low half of int64 with
+    multipliers below 2^31, so that every product fits and every device agrees. The high half of the
+    index enters with the salt.
     """
     low = index & _MASK_32
     high = index >> 32

@@ -70,7 +70,9 @@ class SafetensorsWeights:
                 {str(f) for f in weight_map.values() if not (self._folder / str(f)).is_file()}
             )
             if missing:
-                raise ModelFormatError(f"{index} names files that are missing: {', '.join(missing)}")
+                raise ModelFormatError(
+                    f"{index} names files that are missing: {', '.join(missing)}"
+                )
             return {str(name): str(file) for name, file in weight_map.items()}
         if not (self._folder / _SINGLE).is_file():
             raise UnsupportedModel(
@@ -81,7 +83,7 @@ class SafetensorsWeights:
     def _open(self, file: str) -> Any:
         if file not in self._files:
             try:
-                import safetensors  # noqa: PLC0415
+                import safetensors
             except ImportError as error:
                 raise ModelError(
                     "reading model folders needs safetensors: pip install 'tp-runtime[models]'"

@@ -120,7 +120,7 @@ def load_tokenizer(path: Path, *, eos_token_ids: Sequence[int] = ()) -> Tokenize
         ModelFormatError: the files hold no tokenizer that can be read.
     """
     try:
-        from transformers import AutoTokenizer  # noqa: PLC0415
+        from transformers import AutoTokenizer
     except ImportError as error:
         raise ModelError(
             "tokenizers need the transformers package: pip install 'tp-runtime[models]'"

@@ -177,7 +177,9 @@ class ShardReader:
         config, vocab = self._source.config, self._partition.vocab
         start = min(vocab.start, config.vocab_size)
         shape = (config.vocab_size, config.hidden_size)
-        weight = torch.zeros(vocab.width, config.hidden_size, dtype=self._dtype, device=self._device)
+        weight = torch.zeros(
+            vocab.width, config.hidden_size, dtype=self._dtype, device=self._device
+        )
         if vocab.real:
             part = self._source.read(name, shape, rows=(start, start + vocab.real))
             weight[: vocab.real] = self._place(name, part)
@@ -187,8 +189,8 @@ class ShardReader:
         tensor = tensor.to(device=self._device, dtype=self._dtype)
         if tensor.numel() and not bool(torch.isfinite(tensor).all()):
             raise ModelFormatError(
-                f"{name} holds values that are not finite in {self._dtype}: the file is damaged, or "
-                "the dtype is too narrow for it"
+                f"{name} holds values that are not finite in {self._dtype}: the file is damaged, "
+                "or the dtype is too narrow for it"
             )
         if self._on_tensor is not None:
             self._on_tensor()

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, 2019, "Root Mean Square Layer Normalization")."""
+"""Root-mean-square normalisation (Zhang and Sennrich, 2019, arXiv:1910.07467)."""
 
 from __future__ import annotations
 
@@ -29,3 +29,33 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     scale = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     # rounded to the dtype of x before the weight, as the reference implementations do
     return (wide * scale).to(x.dtype).mul_(weight)
+
+
+class RmsNorm:
+    """`rms_norm` with its weight. On a CPU in float32 it takes four calls instead of nine.
+
+    With s = sqrt(n): x / sqrt(mean(x^2) + eps) = x * s / hypot(norm(x), s * sqrt(eps)), and s is
+    folded into the weight when the layer is made.
+
+    Args:
+        weight: [n], or [heads, n] for a weight per head.
+        eps: added to the mean square.
+    """
+
+    __slots__ = ("_eps", "_floor", "_folded", "_weight")
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        root = float(weight.shape[-1]) ** 0.5
+        self._eps = eps
+        self._weight = weight
+        self._folded = None
+        if weight.device.type == "cpu" and weight.dtype == torch.float32:
+            self._folded = weight * root
+        self._floor = torch.tensor(root * eps**0.5)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., n] -> [..., n]."""
+        if self._folded is None:
+            return rms_norm(x, self._weight, self._eps)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return torch.mul(x, self._folded).div_(torch.hypot(norm, self._floor))

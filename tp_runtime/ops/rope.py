@@ -1,7 +1,7 @@
 """Rotary position embedding: frequencies, Llama-3 scaling, one table, one rotation.
 
 Sources: Su et al., 2021, "RoFormer"; the Llama-3.1 reference code (`apply_scaling`) for the scaled
-frequencies. The layout is that of Hugging Face checkpoints: dimension i pairs with i + head_dim / 2.
+frequencies. The layout is that of Hugging Face: dimension i pairs with i + head_dim / 2.
 """
 
 from __future__ import annotations
