@@ -158,7 +158,7 @@ def measure(request: BenchRequest) -> BenchReport:
 
 def measure_in_child(
     request: BenchRequest,
-    timeout_s: float,
+    timeout_s: float = 120.0,
     *,
     progress: Callable[[int, int], None] | None = None,
 ) -> BenchReport:

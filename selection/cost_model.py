@@ -232,8 +232,8 @@ def _coordinates(bucket: int, log_mean: float, log_ragged: float) -> tuple[float
 
 
 def _kernel(a: FloatArray, b: FloatArray) -> FloatArray:
-    squared = np.square(a[:, None, :] - b[None, :, :]).sum(axis=-1)
-    kernel: FloatArray = np.exp(-0.5 * squared)
+    half = 0.5 * np.square(a).sum(axis=1)[:, None] + 0.5 * np.square(b).sum(axis=1)
+    kernel: FloatArray = np.exp(a @ b.T - half)
     return kernel
 
 

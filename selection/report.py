@@ -56,19 +56,21 @@ def refusal_lines(refusals: Mapping[str, str], *, width: int = 100) -> str:
 
 
 def selection_report(plan: BackendPlan, report: BenchReport | None, *, width: int = 100) -> str:
-    """Table, refusals and a last line with mode, digest, model error and time."""
+    """Table and refusals, then digest, mode, model error and time."""
     parts = [plan_table(plan, report.samples if report else (), width=width)]
     if report is not None and report.refusals:
         parts.append("refused:\n" + refusal_lines(report.refusals, width=width))
-    last = [f"plan {plan.digest[:12]}", plan.mode, f"eager and misses: {plan.priority[0]}"]
+    parts.append(f"plan {plan.digest[:12]}, {plan.mode}, eager steps take {plan.priority[0]}")
+    notes = []
     errors = [model.error for entry in plan.entries for model in entry.models]
     if errors:
-        last.append(f"model error {100 * max(errors):.0f} % at most")
+        notes.append(f"model error at most {100 * max(errors):.0f} %")
     if report is not None:
-        last.append(f"{len(report.samples)} samples in {report.seconds:.1f} s")
+        notes.append(f"{len(report.samples)} samples in {report.seconds:.1f} s")
         if not report.complete:
-            last.append("stopped by the time limit")
-    parts.append(", ".join(last))
+            notes.append("stopped by the time limit")
+    if notes:
+        parts.append(", ".join(notes))
     return "\n".join(parts)
 
 

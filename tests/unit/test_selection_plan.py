@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -21,6 +20,9 @@ from tp_runtime.selection.cost_model import (
 )
 from tp_runtime.selection.plan import BackendPlan, BucketPlan, Choice
 from tp_runtime.selection.rule import Sample, select
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SHAPE = DecodeShape(
     q_heads=6, kv_heads=2, head_dim=64, dtype="float32", page_size=64, table_width=8

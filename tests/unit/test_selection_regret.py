@@ -85,12 +85,12 @@ def test_three_coefficients_left_out(mixed: list[RegretCell], columns: Columns) 
 
 
 def test_corrected_models_left_out(mixed: list[RegretCell], columns: Columns) -> None:
-    """Every cell judged by a plan that did not see it; better than the plain model in each number."""
+    """Every cell is judged by a plan that did not see it; never worse than the plain model."""
     equal, ragged = (
         regret_left_out(column, mixed, lambda samples: select(samples, priority=BACKENDS))
         for column in columns
     )
-    assert (equal.mean, equal.p95, equal.maximum) <= (1.01, 1.05, 1.16)
+    assert equal.mean <= 1.01
     assert equal.p95 <= 1.05
     assert equal.maximum <= 1.11
     assert ragged.mean <= 1.025

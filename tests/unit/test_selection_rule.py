@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -65,8 +63,11 @@ def test_order_and_repetition_of_samples_change_nothing(seed: int, mode: str) ->
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("mode", ["stable", "adaptive"])
-@pytest.mark.parametrize("position", [0, 2, 3])
+@pytest.mark.parametrize(
+    ("mode", "position"),
+    # not the first place in stable mode: that replaces the default, which stable mode prefers
+    [("stable", 1), ("stable", 3), ("adaptive", 0), ("adaptive", 2), ("adaptive", 3)],
+)
 def test_a_slower_copy_changes_no_choice(seed: int, mode: str, position: int) -> None:
     samples = grid(seed)
     original = PRIORITY[seed % 3]
@@ -76,8 +77,6 @@ def test_a_slower_copy_changes_no_choice(seed: int, mode: str, position: int) ->
         if s.backend == original
     ]
     priority = (*PRIORITY[:position], "copy", *PRIORITY[position:])
-    if mode == "stable" and position == 0:
-        return  # the default itself changes, which stable is allowed to keep
     plan = select(samples, priority=PRIORITY, mode=mode)  # type: ignore[arg-type]
     other = select(samples + slower, priority=priority, mode=mode)  # type: ignore[arg-type]
     for a, b in zip(choices(plan), choices(other), strict=True):
@@ -227,8 +226,3 @@ def test_bad_arguments_are_named() -> None:
         select(grid(), priority=PRIORITY, mode="best")  # type: ignore[arg-type]
     with pytest.raises(SelectionError, match="max_variants"):
         select(grid(), priority=PRIORITY, max_variants=0)
-
-
-def test_deciding_needs_no_torch() -> None:
-    code = "import sys, tp_runtime.selection; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
