@@ -33,7 +33,9 @@ CONFIG = dataclasses.replace(
 IDS = torch.tensor([5, 50, 0, 63])
 
 
-def write_gguf(path: Path, config: ModelConfig, kind: str = "Q8_0", **extra: Any) -> Path:
+def write_gguf(
+    path: Path, config: ModelConfig, kind: str = "Q8_0", extra: dict[str, Any] | None = None
+) -> Path:
     """A llama GGUF as llama.cpp would write it: q and k rows interleaved within each head."""
     gguf = pytest.importorskip("gguf")
     quantisation = gguf.GGMLQuantizationType[kind]
@@ -51,7 +53,7 @@ def write_gguf(path: Path, config: ModelConfig, kind: str = "Q8_0", **extra: Any
     writer.add_token_list([f"t{i}" for i in range(config.vocab_size)])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    for key, value in extra.items():
+    for key, value in (extra or {}).items():
         writer.add_tensor(key, value)
     source = RandomWeights(config, seed=5, device=CPU)
     for name, shape in tensor_shapes(config):
@@ -147,7 +149,7 @@ def test_converted_gguf_is_the_same_model(tmp_path: Path) -> None:
 
 def test_gguf_rope_factors(tmp_path: Path) -> None:
     factors = np.linspace(1, 8, CONFIG.head_dim // 2, dtype=np.float32)
-    path = write_gguf(tmp_path / "m.gguf", CONFIG, **{"rope_freqs.weight": factors})
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, extra={"rope_freqs.weight": factors})
     assert GgufWeights(path).config.rope_scaling == FrequencyFactors(
         factors=tuple(factors.tolist())
     )

@@ -14,6 +14,8 @@ from tp_runtime.models.loading import find_smollm2, load_model
 from tp_runtime.models.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tp_runtime.group import TpGroup
 
 pytestmark = pytest.mark.skipif(
@@ -29,12 +31,12 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(path, eos_token_ids=(2,))
 
 
-def test_logits_are_those_of_transformers_at_every_tp_size(tokenizer: Tokenizer) -> None:
+def test_logits_are_those_of_transformers_at_every_tp_size(
+    tokenizer: Tokenizer, smollm2_folder: Path
+) -> None:
     transformers = pytest.importorskip("transformers")
-    path = find_smollm2()
-    # its own GGUF reader, dequantiser and network: nothing in common with ours
     reference = transformers.AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.float32, local_files_only=True
+        str(smollm2_folder), dtype=torch.float32, local_files_only=True
     )
     ids = torch.tensor(tokenizer.chat("What is the capital of France?"))
     with torch.inference_mode():
