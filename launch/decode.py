@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Protocol
 
 from tp_runtime.config import RuntimeConfig
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
         def close(self, reason: str | None = None) -> None: ...
 
     MakeEngine = Callable[[RuntimeConfig], DecodeEngine]
+
+log = logging.getLogger(__name__)
 
 HELP = "answer prompts with a model; under torchrun all ranks work on them together"
 
@@ -189,6 +192,7 @@ def _decode(
     order = _submit(engine, prompts, sampling, raw)
     index = {request_id: i for i, request_id in enumerate(order)}
     clock.submitted()
+    log.info("decoding %d prompts", len(prompts))
     final: list[RequestOutput | None] = [None] * len(prompts)
     open_requests = len(prompts)
     started: set[int] = set()

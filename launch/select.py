@@ -108,65 +108,17 @@ def measure_plan(
     dtype = config.dtype_on(device.type)
     part = model_shape(model_config(model), tp_size=tp_size, dtype=getattr(torch, dtype))
     sizes = resolve_sizes(config, part, device=device, ranks_on_host=tp_size)
-    shape = DecodeShape(
-        q_heads=part.q_heads,
-        kv_heads=part.kv_heads,
-        head_dim=part.head_dim,
-        dtype=dtype,
-        page_size=sizes.page_size,
-        table_width=sizes.table_width,
-    )
-    info = DeviceInfo.of(device)
-    eligibility = Eligibility(
-        pin=config.decode_backend, disabled=frozenset(config.disable_decode_backend)
-    )
-    offers = available_backends(shape, info, eligibility=eligibility)
-    refusals = {name: reason for name, reason in offers if reason is not None}
-    priority = [name for name, reason in offers if reason is None]
-    if not priority:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
-        raise BackendUnavailable(f"no decode backend may serve {shape} on {info.name}: {reasons}")
-    request = BenchRequest(
-        shape=shape,
-        device=str(device),
+    shape = decode_shape(part, sizes)
+    decision = decide(
+        dataclasses.replace(config, enable_dynamic_decode_backend=True),
+        shape,
+        device,
         buckets=sizes.buckets,
-        candidates=() if config.decode_backend is None else (config.decode_backend,),
         threads=cpu_threads_per_rank(tp_size) if device.type == "cpu" else 0,
+        time_limit_s=time_limit_s,
+        progress=lambda done, total: progress("selection", done, total),
     )
-    request = _without_disabled(request, priority, config)
-    report = measure_in_child(
-        request, time_limit_s, progress=lambda done, total: progress("selection", done, total)
-    )
-    refusals |= report.refusals
-    priority = [name for name in priority if name not in report.refusals]
-    if report.samples:
-        plan = select(
-            report.samples,
-            priority=priority,
-            mode=cast("Literal['stable', 'adaptive']", config.selection_mode),
-            buckets=sizes.buckets,
-            priority_version=PRIORITY_VERSION,
-            shape=shape,
-            device=info.name,
-        )
-    else:
-        plan = BackendPlan.fixed(
-            priority,
-            sizes.buckets,
-            priority_version=PRIORITY_VERSION,
-            shape=shape,
-            device=info.name,
-        )
-    return Selected(shape=shape, device=info, refusals=refusals, report=report, plan=plan)
-
-
-def _without_disabled(
-    request: BenchRequest, priority: list[str], config: RuntimeConfig
-) -> BenchRequest:
-    """Race only what the person allows; with nothing disabled the benchmark knows best."""
-    if not config.disable_decode_backend or request.candidates:
-        return request
-    return dataclasses.replace(request, candidates=tuple(priority))
+    return Selected(shape=shape, device=DeviceInfo.of(device), decision=decision)
 
 
 def as_text(selected: Selected) -> str:
