@@ -40,7 +40,8 @@ class ControlPort:
         self.check_epoch = check_epoch
         self._epoch = epoch
         self._checksum = checksum
-        self._lock = threading.Lock()
+        # reentrant: a signal handler may abort while its thread is sending
+        self._lock = threading.RLock()
         self._sent = 0
         self._received = 0
 

@@ -56,12 +56,17 @@ class Pace:
         may_spin: there is a core for every rank; otherwise a spin only delays the others.
     """
 
-    __slots__ = ("_error_s", "_expected_s", "mode")
+    __slots__ = ("_error_s", "_expected_s", "_trusted", "mode")
 
     def __init__(self, mode: WaitMode, *, may_spin: bool) -> None:
         self.mode: WaitMode = mode if may_spin else "efficient"
         self._expected_s = 0.0
         self._error_s = 0.0
+        self._trusted = True
+
+    @property
+    def _margin_s(self) -> float:
+        return min(_MOST_MARGIN_S, _LEAST_MARGIN_S + 3 * self._error_s)
 
     def plan(self, now_s: float) -> tuple[float, float]:
         """Points of the clock until which to sleep and then to spin; in the past = do not."""
@@ -70,15 +75,20 @@ class Pace:
         if self.mode == "latency":
             return 0.0, now_s + LATENCY_SPIN_S
         expected_s = self._expected_s
-        if not 0.0 < expected_s - now_s + _MOST_MARGIN_S < _LONGEST_PREDICTION_S:
+        if (
+            not self._trusted
+            or not 0.0 < expected_s - now_s + _MOST_MARGIN_S < _LONGEST_PREDICTION_S
+        ):
             return 0.0, 0.0
-        margin_s = min(_MOST_MARGIN_S, _LEAST_MARGIN_S + 3 * self._error_s)
+        margin_s = self._margin_s
         return expected_s - margin_s, expected_s + margin_s
 
-    def observe(self, *, arrived_s: float, sent_s: float, interval_s: float) -> None:
+    def observe(self, *, sent_s: float, interval_s: float) -> None:
         """Learn from a message: how far off its announcement was, and what it announces."""
         if self._expected_s:
-            error_s = min(abs(sent_s - self._expected_s), _MOST_MARGIN_S)
+            error_s = min(abs(sent_s - self._expected_s), 2 * _MOST_MARGIN_S)
+            # A spin that missed was pure cost; the next one waits for a prediction that holds.
+            self._trusted = error_s <= self._margin_s
             self._error_s += 0.2 * (error_s - self._error_s)
         self._expected_s = sent_s + interval_s if interval_s > 0 else 0.0
 

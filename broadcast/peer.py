@@ -160,7 +160,6 @@ class PeerBroadcaster(CpuTpBroadcaster):
             counters.body_bytes += header.length
             counters.count_latency(now_ns - header.sent_ns)
             self._pace.observe(
-                arrived_s=self._heard_s,
                 sent_s=header.sent_ns / 1e9,
                 interval_s=header.interval_us / 1e6 if header.kind is Kind.MESSAGE else 0.0,
             )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
-import select
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from tp_runtime.broadcast.broadcaster import CpuTpBroadcaster, Receipt
 from tp_runtime.broadcast.codec import Message, encode, field
 from tp_runtime.broadcast.control import ControlFrame, clip
 from tp_runtime.broadcast.deadline import Deadline
+from tp_runtime.broadcast.fan_out import FanOut, LinkBroken, LinksFull
 from tp_runtime.broadcast.pace import Cadence
 from tp_runtime.broadcast.sockets import close_all, process_state, write_memfd
 from tp_runtime.broadcast.statistics import BroadcasterStatistics, PeerStatistics
@@ -21,13 +19,14 @@ from tp_runtime.errors import BroadcastError, DeadlineExceeded, PeerLost, Protoc
 
 if TYPE_CHECKING:
     from tp_runtime.broadcast.config import BroadcasterConfig
+    from tp_runtime.broadcast.fan_out import Part
     from tp_runtime.broadcast.link import Link
 
-log = logging.getLogger(__name__)
 
-_Part = tuple[bytes, Sequence[int]]
 # The decision of a confirm is sent even when the answers used up all the time.
 _DECISION_S = 0.2
+# The header's field is an unsigned 32-bit number of microseconds.
+_LONGEST_INTERVAL_S = 4294.0
 
 
 class RootBroadcaster(CpuTpBroadcaster):
@@ -38,19 +37,20 @@ class RootBroadcaster(CpuTpBroadcaster):
     ) -> None:
         super().__init__(rank=0, world_size=world_size, config=config)
         self._links = links
-        self._order = list(links.values())
+        self._fan_out = FanOut(
+            list(links.values()), wake_fd=self._latch.wake_fd, check=self._latch.check
+        )
         self._cadence = Cadence()
         self._last_sent_s = self._last_beat_s = time.monotonic()
         self._answers: dict[int, tuple[bool, str]] = {}
         self._asking = 0
         self._acknowledged = dict.fromkeys(links, 0)
-        self._full = dict.fromkeys(links, 0)
         self._left: int | None = None
         self._closing = False
         self._watch: Watch | None = None
         if links:
             checksum_bytes = 4
-            granted = min(link.data.packet_bytes for link in self._order)
+            granted = min(link.data.packet_bytes for link in links.values())
             self._inline_bytes = granted - HEADER_BYTES - checksum_bytes
             self._watch = Watch(
                 self,
@@ -71,7 +71,7 @@ class RootBroadcaster(CpuTpBroadcaster):
         self, message: Message, *, timeout_s: float | None = None, next_s: float | None = None
     ) -> None:
         self._enter()
-        if not self._order:
+        if not self._links:
             self._sequence += 1
             return
         body = self._encode(message)
@@ -82,7 +82,7 @@ class RootBroadcaster(CpuTpBroadcaster):
 
     def confirm(self, message: Message, *, timeout_s: float | None = None) -> Receipt:
         self._enter()
-        if not self._order:
+        if not self._links:
             self._sequence += 1
             return Receipt(sequence=self._sequence, committed=True, refusals={}, details={})
         body = self._encode(message)
@@ -125,7 +125,7 @@ class RootBroadcaster(CpuTpBroadcaster):
         latch = self._latch
 
         def over() -> bool:
-            return latch.error is not None or len(self._answers) == len(self._order)
+            return latch.error is not None or len(self._answers) == len(self._links)
 
         self._in_call = True
         try:
@@ -140,7 +140,7 @@ class RootBroadcaster(CpuTpBroadcaster):
         finally:
             self._in_call = False
         latch.check()
-        silent = [link for link in self._order if link.rank not in answers]
+        silent = [link for rank, link in self._links.items() if rank not in answers]
         if silent and self._left is not None:
             self._raise_left(self._links[self._left])
         if silent:
@@ -167,11 +167,11 @@ class RootBroadcaster(CpuTpBroadcaster):
                 b"" if large else body,
                 sequence=sequence,
                 epoch=self.config.epoch,
-                interval_us=int(interval_s * 1e6),
+                interval_us=int(min(max(interval_s, 0.0), _LONGEST_INTERVAL_S) * 1e6),
                 memfd_bytes=len(body) if large else None,
                 checksum=self.config.checksum,
             )
-            parts: list[_Part] = [(frame, ())]
+            parts: list[Part] = [(frame, ())]
             if large:
                 parts.append((MEMFD_MARK, descriptors))
             self._send_parts(parts, deadline)
@@ -185,64 +185,21 @@ class RootBroadcaster(CpuTpBroadcaster):
             close_all(descriptors)
             self._in_call = False
 
-    def _send_parts(self, parts: list[_Part], deadline: Deadline) -> None:
+    def _send_parts(self, parts: list[Part], deadline: Deadline) -> None:
         done = False
         try:
-            full: list[tuple[Link, int]] = []
-            # Wake another peer first each time: the last of a row waits for all wake-ups.
-            self._order.append(self._order.pop(0))
-            for link in self._order:
-                sent = self._try_parts(link, parts, 0)
-                if sent < len(parts):
-                    self._full[link.rank] += 1
-                    full.append((link, sent))
-            if full:
-                self._send_rest(full, parts, deadline)
+            self._fan_out.send(parts, deadline)
             done = True
+        except LinkBroken as broken:
+            self._raise_lost(broken.link, broken.error)
+        except LinksFull as full:
+            what = f"did not take message {self._sequence + 1} from a full buffer"
+            self._raise_late(full.links, deadline, what)
         finally:
             if not done and self._latch.error is None:
                 # Some peers have the message and some do not: nobody may go on from here.
                 reason = "interrupted while it was sending"
                 self._fail(PeerLost(f"rank 0 was {reason}", rank=0, reason=reason))
-
-    def _try_parts(self, link: Link, parts: list[_Part], sent: int) -> int:
-        """Send as many parts as the buffer takes; how many are sent in all."""
-        while sent < len(parts):
-            packet, descriptors = parts[sent]
-            try:
-                link.data.send(packet, descriptors)
-            except BlockingIOError:
-                return sent
-            except OSError as error:
-                self._raise_lost(link, error)
-            sent += 1
-        return sent
-
-    def _send_rest(
-        self, full: list[tuple[Link, int]], parts: list[_Part], deadline: Deadline
-    ) -> None:
-        waiting = {link.data.fileno(): (link, sent) for link, sent in full}
-        with select.epoll() as epoll:
-            epoll.register(self._latch.wake_fd, select.EPOLLIN)
-            for descriptor in waiting:
-                epoll.register(descriptor, select.EPOLLOUT)
-            while waiting:
-                if deadline.expired():
-                    late = [link for link, _ in waiting.values()]
-                    what = f"did not take message {self._sequence + 1} from its full buffer"
-                    self._raise_late(late, deadline, what)
-                asked_s, started_s = deadline.remaining_s(), time.monotonic()
-                self._counters.waits += 1
-                events = epoll.poll(min(asked_s, 3600.0))
-                deadline.woke(slept_from_s=started_s, asked_s=asked_s)
-                self._latch.check()
-                for descriptor, _ in events:
-                    link, sent = waiting[descriptor]
-                    sent = self._try_parts(link, parts, sent)
-                    waiting[descriptor] = (link, sent)
-                    if sent == len(parts):
-                        epoll.unregister(descriptor)
-                        del waiting[descriptor]
 
     def _raise_lost(self, link: Link, error: OSError) -> NoReturn:
         if link.left:
@@ -300,6 +257,9 @@ class RootBroadcaster(CpuTpBroadcaster):
         sequence = field(frame.body, "sequence", int)
         answer = field(frame.body, "ok", bool), field(frame.body, "detail", str)
         with self._latch.changed:
+            if self._asking == 0 and sequence == self._sequence:
+                # too late, the wait for it is over and about to fail the channel
+                return
             if sequence != self._asking or rank in self._answers:
                 raise ProtocolError(f"acknowledged message {sequence}, asked was {self._asking}")
             self._answers[rank] = answer
@@ -378,35 +338,18 @@ class RootBroadcaster(CpuTpBroadcaster):
 
     def _farewell(self) -> None:
         self._closing = True
-        staying = [link for link in self._order if not link.left]
-        for link in staying:
+        for link in self._links.values():
             # Heard first by every watch: from here on the end of a process is no loss.
-            link.control.try_send(Kind.CLOSING)
-        frame = pack_frame(
-            Kind.CLOSE,
-            sequence=self._sequence + 1,
-            epoch=self.config.epoch,
-            checksum=self.config.checksum,
-        )
-        deadline = Deadline(self.config.timeout_s)
-        waiting = {link.data.fileno(): link for link in staying}
-        with select.epoll() as epoll:
-            for descriptor in waiting:
-                epoll.register(descriptor, select.EPOLLOUT)
-            while waiting and not deadline.expired():
-                # Tried before it is waited for: epoll calls a socket writable only when three
-                # quarters of its buffer are free.
-                for descriptor in list(waiting):
-                    try:
-                        waiting[descriptor].data.send(frame)
-                    except BlockingIOError:
-                        continue
-                    except OSError as error:
-                        log.debug("rank %d is gone: %s", waiting[descriptor].rank, error)
-                    epoll.unregister(descriptor)
-                    del waiting[descriptor]
-                if waiting:
-                    epoll.poll(min(deadline.remaining_s(), 3600.0))
+            if not link.left:
+                link.control.try_send(Kind.CLOSING)
+        if self._links:
+            frame = pack_frame(
+                Kind.CLOSE,
+                sequence=self._sequence + 1,
+                epoch=self.config.epoch,
+                checksum=self.config.checksum,
+            )
+            self._fan_out.send_last(frame, Deadline(self.config.timeout_s))
 
     def _stop_watch(self) -> None:
         if self._watch is not None:
@@ -430,7 +373,7 @@ class RootBroadcaster(CpuTpBroadcaster):
             confirms=counters.confirms,
             refused=counters.refused,
             heartbeats=counters.heartbeats,
-            waits=counters.waits,
+            waits=counters.waits + self._fan_out.waits,
             misses=counters.misses,
             latency_us=tuple(counters.latency_us),
             peers=tuple(
@@ -438,7 +381,7 @@ class RootBroadcaster(CpuTpBroadcaster):
                     rank=rank,
                     pid=link.pid,
                     acknowledged=self._acknowledged[rank],
-                    full=self._full[rank],
+                    full=self._fan_out.full[rank],
                     left=link.left,
                 )
                 for rank, link in sorted(self._links.items())

@@ -12,8 +12,8 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
-from test_broadcast import failed, join, until
 
+from tests.ranks.test_broadcast import failed, join, until
 from tp_runtime.broadcast import BroadcastError, CpuTpBroadcaster, PeerLost
 from tp_runtime.broadcast.sockets import process_state
 from tp_runtime.testing import run_ranks

@@ -84,12 +84,12 @@ def test_time_in_which_this_process_was_frozen_does_not_count() -> None:
 def test_balanced_sleeps_until_shortly_before_the_announced_message() -> None:
     pace = Pace("balanced", may_spin=True)
     assert pace.plan(100.0) == (0.0, 0.0)
-    pace.observe(arrived_s=100.0, sent_s=100.0, interval_s=0.01)
+    pace.observe(sent_s=100.0, interval_s=0.01)
     sleep_until_s, spin_until_s = pace.plan(100.001)
     assert 100.009 < sleep_until_s < 100.01 < spin_until_s < 100.011
     # far too early for a sleep that short of precision, or long past: the kernel waits
     assert pace.plan(103.0) == (0.0, 0.0)
-    pace.observe(arrived_s=103.0, sent_s=103.0, interval_s=0.0)
+    pace.observe(sent_s=103.0, interval_s=0.0)
     assert pace.plan(103.0) == (0.0, 0.0)
 
 
@@ -97,17 +97,26 @@ def test_an_irregular_sender_widens_the_margin_up_to_a_bound() -> None:
     regular, irregular = Pace("balanced", may_spin=True), Pace("balanced", may_spin=True)
     for step in range(50):
         late_s = 0.001 * (step % 2)
-        regular.observe(arrived_s=0.0, sent_s=1 + step * 0.01, interval_s=0.01)
-        irregular.observe(arrived_s=0.0, sent_s=1 + step * 0.01 + late_s, interval_s=0.01)
+        regular.observe(sent_s=1 + step * 0.01, interval_s=0.01)
+        irregular.observe(sent_s=1 + step * 0.01 + late_s, interval_s=0.01)
     narrow = regular.plan(1.495)
     wide = irregular.plan(1.495)
     assert narrow[1] - narrow[0] < wide[1] - wide[0] <= 0.0041
 
 
+def test_a_prediction_that_failed_is_not_spun_for_until_one_holds_again() -> None:
+    pace = Pace("balanced", may_spin=True)
+    pace.observe(sent_s=1.0, interval_s=0.01)
+    pace.observe(sent_s=1.1, interval_s=0.01)
+    assert pace.plan(1.1) == (0.0, 0.0)
+    pace.observe(sent_s=1.11, interval_s=0.01)
+    assert pace.plan(1.111)[0] > 1.111
+
+
 def test_no_mode_spins_without_a_core_for_every_rank() -> None:
     for mode in ("latency", "balanced", "efficient"):
         pace = Pace(mode, may_spin=False)
-        pace.observe(arrived_s=1.0, sent_s=1.0, interval_s=0.01)
+        pace.observe(sent_s=1.0, interval_s=0.01)
         assert pace.plan(1.0) == (0.0, 0.0)
     assert Pace("latency", may_spin=True).plan(1.0)[1] > 1.0
 
