@@ -199,7 +199,7 @@ def test_alone_a_plan_commits_at_once() -> None:
 
 
 def test_equal_captures_give_one_digest() -> None:
-    one = {"bucket4.variant0": "cpu_grouped", "table_width": 8}
+    one: dict[str, str | int] = {"bucket4.variant0": "cpu_grouped", "table_width": 8}
     other = dict(reversed(one.items()))
     results, _ = together(
         lambda channel: agree_capture(channel, one, root=True),

@@ -98,9 +98,9 @@ def test_a_gain_within_the_margin_keeps_no_variant() -> None:
 def test_margin_never_decides_a_step() -> None:
     """Two variants that cross: below and above the crossing the cheaper is taken, by any gain."""
     samples = [
-        Sample(backend=name, bucket=8, total_kv=8 * n, max_kv=n, median_us=us(n))
+        Sample(backend=name, bucket=8, total_kv=8 * n, max_kv=n, median_us=a + b * n)
         for n in (64, 128, 256, 512, 1024, 2048, 4096)
-        for name, us in {"alpha": lambda n: 10 + 0.1 * n, "beta": lambda n: 60 + 0.05 * n}.items()
+        for name, a, b in (("alpha", 10, 0.1), ("beta", 60, 0.05))
     ]
     plan = select(samples, priority=PRIORITY)
     assert plan[8] == ("alpha", "beta")
@@ -134,9 +134,11 @@ def ratio_samples(ratios: list[float], name: str = "beta") -> list[Sample]:
     samples = []
     for i, ratio in enumerate(ratios):
         length = 100 * (i + 1)
-        cell = {"bucket": 4, "total_kv": 4 * length, "max_kv": length}
-        samples.append(Sample(backend="alpha", median_us=100.0, **cell))  # type: ignore[arg-type]
-        samples.append(Sample(backend=name, median_us=100.0 / ratio, **cell))  # type: ignore[arg-type]
+        for backend, us in (("alpha", 100.0), (name, 100.0 / ratio)):
+            sample = Sample(
+                backend=backend, bucket=4, total_kv=4 * length, max_kv=length, median_us=us
+            )
+            samples.append(sample)
     return samples
 
 
