@@ -73,8 +73,11 @@ def transformers_rate(folder: str, tokens: int) -> dict[str, float]:
     """Decode rate of transformers' generate on the same weights, on one core."""
     _pin(True)
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from transformers.generation.streamers import BaseStreamer
+
+    from tp_runtime.models.loading import find_smollm2
+    from tp_runtime.models.tokenizer import load_tokenizer
 
     torch.set_num_threads(1)
 
@@ -89,17 +92,12 @@ def transformers_rate(folder: str, tokens: int) -> dict[str, float]:
             pass
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": QUESTION}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )
+    prompt = load_tokenizer(find_smollm2()).chat(QUESTION)
     stamps = Stamps()
     with torch.inference_mode():
         model.generate(
-            **inputs,
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
             max_new_tokens=tokens,
             min_new_tokens=tokens,
             do_sample=False,
@@ -146,11 +144,12 @@ def main() -> None:
     if cores < 2:
         raise SystemExit(f"this benchmark needs 2 cores, this process may use {cores}")
 
-    from tp_runtime.models.convert import convert_to_folder
+    from tp_runtime.models.convert import convert_gguf
+    from tp_runtime.models.loading import find_smollm2
 
-    with tempfile.TemporaryDirectory() as folder:
-        convert_to_folder(MODEL, Path(folder))
-        rates = _measure(args.rounds, args.tokens, folder)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = convert_gguf(find_smollm2(), Path(parent) / "smollm2")
+        rates = _measure(args.rounds, args.tokens, str(folder))
     host = run_ranks(ours_host_time, 2, 600, args=(16, args.tokens))
     median = {name: statistics.median(values) for name, values in rates.items()}
     report = {

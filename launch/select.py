@@ -6,28 +6,18 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any
 
 from tp_runtime.config import RuntimeConfig
-from tp_runtime.errors import BackendUnavailable, ConfigError
+from tp_runtime.errors import ConfigError
 from tp_runtime.launch import exits
 from tp_runtime.launch.options import add_common, add_settings, json_target, parse_number
 from tp_runtime.launch.output import say, table
 from tp_runtime.launch.plan import describe
 from tp_runtime.launch.progress import Progress
+from tp_runtime.planning import Decision, decide, decode_shape
 from tp_runtime.ranks import TORCHRUN_VARIABLES, RankInfo
-from tp_runtime.selection import (
-    PRIORITY_VERSION,
-    BackendPlan,
-    BenchReport,
-    BenchRequest,
-    DecodeShape,
-    DeviceInfo,
-    Eligibility,
-    available_backends,
-    measure_in_child,
-    select,
-)
+from tp_runtime.selection import BackendPlan, DecodeShape, DeviceInfo
 from tp_runtime.selection.report import refusal_lines, selection_report
 
 if TYPE_CHECKING:
@@ -40,18 +30,11 @@ HELP = "measure the decode backends for a model's shape on this device, and prin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """What a selection came to.
-
-    Args:
-        refusals: every backend that takes no part, with the reason.
-        report: None where no backend was left to measure against another.
-    """
+    """What a selection came to, and for what."""
 
     shape: DecodeShape
     device: DeviceInfo
-    refusals: dict[str, str]
-    report: BenchReport
-    plan: BackendPlan
+    decision: Decision
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +64,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
             config, config.model, tp_size=tp_size, time_limit_s=time_limit_s, progress=progress
         )
     if args.save is not None:
-        _save(selected.plan, Path(args.save))
+        _save(selected.decision.plan, Path(args.save))
     target.write(as_document(selected))
     if not target.on_stdout:
         say(as_text(selected))
@@ -129,24 +112,27 @@ def as_text(selected: Selected) -> str:
         ("heads", f"{shape.q_heads} query, {shape.kv_heads} key-value, head_dim {shape.head_dim}"),
         ("cache", f"{shape.dtype}, pages of {shape.page_size}, {shape.table_width} to a sequence"),
     ]
+    decision = selected.decision
     # the report's own refusals are among all of them
-    report = dataclasses.replace(selected.report, refusals={})
-    parts = [table(facts), selection_report(selected.plan, report)]
-    if selected.refusals:
-        parts.append("refused:\n" + refusal_lines(selected.refusals))
+    report = None if decision.report is None else dataclasses.replace(decision.report, refusals={})
+    parts = [table(facts), selection_report(decision.plan, report)]
+    if decision.refusals:
+        parts.append("refused:\n" + refusal_lines(decision.refusals))
     return "\n\n".join(parts)
 
 
 def as_document(selected: Selected) -> dict[str, Any]:
     """The same for --json."""
+    decision = selected.decision
+    report = decision.report
     return {
         "shape": dataclasses.asdict(selected.shape),
         "device": selected.device.name,
-        "refusals": selected.refusals,
-        "samples": [dataclasses.asdict(sample) for sample in selected.report.samples],
-        "seconds": selected.report.seconds,
-        "complete": selected.report.complete,
-        "plan": describe(selected.plan),
+        "refusals": dict(decision.refusals),
+        "samples": [] if report is None else [dataclasses.asdict(s) for s in report.samples],
+        "seconds": None if report is None else report.seconds,
+        "complete": None if report is None else report.complete,
+        "plan": describe(decision.plan),
     }
 
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from tp_runtime.broadcast import BroadcasterStatistics, CpuTpBroadcaster
     from tp_runtime.config import RuntimeConfig
-    from tp_runtime.group import TpGroupStatistics
+    from tp_runtime.group import GroupStatistics
     from tp_runtime.models.base import DecodeModel
     from tp_runtime.pages import PagePoolStatistics
     from tp_runtime.requests import RequestOutput
@@ -68,7 +68,7 @@ class EngineStatistics:
     rank: int
     runner: RunnerStatistics
     channel: BroadcasterStatistics
-    group: TpGroupStatistics
+    group: GroupStatistics
     times: StepTimeStatistics
     scheduler: SchedulerStatistics | None
     pages: PagePoolStatistics | None
@@ -104,7 +104,9 @@ class Engine:
         self._group = group
         self._owns_group = group is None
         self._model = model
-        self._tokenizer = tokenizer
+        self._make_tokenizer: Callable[[], Tokenizer] | None = None
+        if tokenizer is not None:
+            self._make_tokenizer = lambda: tokenizer
         self._on_failure: OnFailure = on_failure or config.on_failure  # type: ignore[assignment]
         self._owner = threading.get_ident()
         self._rank = 0 if group is None else group.rank
@@ -161,7 +163,7 @@ class Engine:
                 runtime=self._runtime,
                 shape=model.shape,
                 device=group.device,
-                tokenizer=self._tokenizer,
+                tokenizer=self._make_tokenizer,
                 times=self._times,
             )
 
@@ -276,12 +278,12 @@ class Engine:
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, loaded on first use; None without one."""
-        return None if self._tokenizer is None else self._tokenizer()
+        return None if self._make_tokenizer is None else self._make_tokenizer()
 
     @property
     def plan(self) -> BackendPlan:
         """Which decode backend serves which step; equal on every rank."""
-        return self._started()[0].planned.plan
+        return self._started()[0].decision.plan
 
     @property
     def plan_digest(self) -> str | None:
@@ -296,12 +298,12 @@ class Engine:
     @property
     def selection_report(self) -> BenchReport | None:
         """What the selection measured, on rank 0; None when it was off."""
-        return self._started()[0].planned.report
+        return self._started()[0].decision.report
 
     @property
     def refusals(self) -> dict[str, str]:
         """Decode backends that may not be used here, with the reason."""
-        return dict(self._started()[0].planned.refusals)
+        return dict(self._started()[0].decision.refusals)
 
     def rank_reports(self) -> list[dict[str, Any]]:
         """What every rank said it holds: "rank", "plan_digest", "capture_digest", "buckets" and
@@ -395,15 +397,15 @@ class Engine:
             raise ConfigError("no model: set `model` in the configuration or pass one")
         dtype = getattr(torch, self._config.dtype_on(group.device.type))
         loaded = load_model(self._config.model, group=group, dtype=dtype, progress=progress)
-        self._tokenizer = loaded.tokenizer
+        self._make_tokenizer = loaded.tokenizer
         return loaded.model
 
     def _encode(self, prompt: str | Sequence[int]) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
-        if self._tokenizer is None:
+        if self._make_tokenizer is None:
             raise RequestError("this model has no tokenizer: pass token ids")
-        return self._tokenizer().encode(prompt)
+        return self._make_tokenizer().encode(prompt)
 
     def _started(self) -> tuple[RankRuntime, TpGroup]:
         if self._runtime is None or self._group is None:

@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, cast
+from typing import TYPE_CHECKING, NoReturn, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -340,7 +340,7 @@ class TpGroup:
                 # Makes the current stream wait, not the host; may be captured in a graph.
                 start(self._accelerator).wait()
             except RuntimeError as error:
-                raise self._explained(error) from error
+                self._raise_explained(error)
             return
         if self._cpu is None:
             raise TpGroupError(
@@ -351,7 +351,7 @@ class TpGroup:
         try:
             self._wait(start(self._cpu))
         except RuntimeError as error:
-            raise self._explained(error) from error
+            self._raise_explained(error)
 
     def _wait(self, work: dist.Work) -> None:
         """Polls, so that a failure from another thread and a dead peer end the wait."""
@@ -375,8 +375,16 @@ class TpGroup:
                 raise late
         work.wait()
 
+    def _raise_explained(self, error: RuntimeError) -> NoReturn:
+        cause = self._explained(error)
+        if cause is error:
+            raise error
+        raise cause from error
+
     def _explained(self, error: RuntimeError) -> Exception:
-        """What a failed transport means: a peer that ended, if one did."""
+        """What a failed transport means: what ended it, or a peer that ended."""
+        if self._failure is not None:
+            return self._failure
         deadline = time.monotonic() + _DEATH_SHOWS_S
         dead = None
         while self._watch is not None and dead is None and time.monotonic() < deadline:

@@ -9,6 +9,7 @@ where it has one (TORCHELASTIC_USE_AGENT_STORE); otherwise global rank 0 listens
 from __future__ import annotations
 
 import os
+from collections import Counter
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -38,6 +39,9 @@ class Collectives(Protocol):
 
 _served: dict[tuple[str, int], Store] = {}
 """Stores that this process listens for: other TP groups may need them after ours has closed."""
+
+_formed: Counter[tuple[tuple[str, int], str]] = Counter()
+"""How often this process has met each group: a later meeting must not read the keys of the first."""
 
 
 def connect_store(info: RankInfo, *, timeout_s: float) -> Store:
@@ -74,8 +78,9 @@ def connect_store(info: RankInfo, *, timeout_s: float) -> Store:
             ) from error
         if listen:
             _served[place] = store
-    prefix = f"tp_runtime/{info.run_id}/{info.restart_count}/{info.tp_size}/{info.tp_group}"
-    return PrefixStore(prefix, store)
+    members = f"{info.run_id}/{info.restart_count}/{info.tp_size}/{info.tp_group}"
+    _formed[place, members] += 1
+    return PrefixStore(f"tp_runtime/{members}/{_formed[place, members]}", store)
 
 
 def make_gloo(store: Store, info: RankInfo, *, timeout_s: float) -> Collectives:

@@ -196,6 +196,7 @@ class Harvest:
     def __init__(self) -> None:
         self.outputs: deque[RequestOutput] = deque()
         self.finished: deque[tuple[int, Request]] = deque()
+        self.ended = 0
 
     def run(self, snapshot: Snapshot, tokens: Sequence[int]) -> None:
         """Append a step's tokens. A token of a request that had ended is dropped: it was
@@ -224,4 +225,5 @@ class Harvest:
     def _emit(self, step: int, request: Request, output: RequestOutput) -> None:
         self.outputs.append(output)
         if output.finished:
+            self.ended += 1
             self.finished.append((step, request))

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from tp_runtime.async_runner import AsyncRunner
-from tp_runtime.token_reader import TokenReader
+import torch
 
+from tp_runtime.async_runner import AsyncRunner
 from tp_runtime.errors import HarvestError, RequestError
 from tp_runtime.pages import PagePool
 from tp_runtime.requests import Harvest, OutputStream, Request, RequestOutput, Snapshot
 from tp_runtime.sampling import SEED_LIMIT
 from tp_runtime.scheduler import GraphChoice, Scheduler
+from tp_runtime.staging import StagingRing
 from tp_runtime.step_plan import StepKind, StepPlan
 from tp_runtime.step_times import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
-    import torch
     from torch import Tensor
 
     from tp_runtime.broadcast import CpuTpBroadcaster
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from tp_runtime.scheduler import SchedulerStatistics
     from tp_runtime.startup import RankRuntime
     from tp_runtime.step_times import StepTimes
+
+STEPS_IN_FLIGHT = 2
 
 
 class Tokenizer(Protocol):
@@ -65,7 +67,9 @@ class RootLoop:
         self._times = times
         self._in_flight = config.async_decode
         self._async = AsyncRunner(device=device, name="tp-harvest")
-        self._reader = TokenReader(rows=runtime.sizes.slots, device=device)
+        self._ring = StagingRing(
+            STEPS_IN_FLIGHT + 1, shape=(runtime.sizes.slots,), dtype=torch.int64, device=device
+        )
         self._harvest = Harvest()
         self._pool = PagePool(runtime.sizes.num_blocks)
         self._scheduler = Scheduler(
@@ -74,7 +78,7 @@ class RootLoop:
             block_size=runtime.sizes.block_size,
             slots=runtime.sizes.slots,
             chunk_tokens=config.prefill_chunk_tokens,
-            lag=2 if config.async_decode else 1,
+            lag=STEPS_IN_FLIGHT if config.async_decode else 1,
             choose=self._choose,
             settle=self._async.sync,
         )
@@ -202,7 +206,7 @@ class RootLoop:
 
     def _choose(self, batch_size: int, total_kv: int, max_kv: int) -> GraphChoice:
         """The graph of a decode step: the plan's choice, if every rank can replay it."""
-        choice = self._runtime.planned.plan.choose(
+        choice = self._runtime.decision.plan.choose(
             batch_size=batch_size, total_kv=total_kv, max_kv=max_kv
         )
         if choice.bucket is None:
@@ -214,13 +218,14 @@ class RootLoop:
         self._graph_misses[reason] = self._graph_misses.get(reason, 0) + 1
         return GraphChoice(None, 0)
 
-    def _launch_harvest(self, plan: StepPlan, snapshot: Snapshot, tokens: Tensor | None) -> None:
-        lease = None if tokens is None else self._reader.stage(tokens)
+    def _launch_harvest(self, plan: StepPlan, snapshot: Snapshot, sampled: Tensor | None) -> None:
+        lease = None if sampled is None else self._ring.stage(sampled)
 
         def harvest() -> None:
             with self._times.measure(plan.step, Phase.HARVEST):
                 try:
-                    self._harvest.run(snapshot, [] if lease is None else lease.read())
+                    tokens = [] if lease is None else [int(token) for token in lease.read()]
+                    self._harvest.run(snapshot, tokens)
                 except Exception as error:
                     aborted = self._harvest.fail(snapshot, error)
                     raise HarvestError(

@@ -84,7 +84,7 @@ class Scheduler:
         self._last_rows: tuple[int, ...] = ()
         self._admits: list[Admit] = []
         self._blocks: list[BlockEntry] = []
-        self._admitted = self._preempted = self._finished = 0
+        self._admitted = self._preempted = 0
         self._decode_rows = self._prefill_tokens = 0
 
     @property
@@ -146,7 +146,7 @@ class Scheduler:
             running=len(self._running),
             admitted=self._admitted,
             preempted=self._preempted,
-            finished=self._finished,
+            finished=self._harvest.ended,
             decode_rows=self._decode_rows,
             prefill_tokens=self._prefill_tokens,
         )
@@ -158,7 +158,6 @@ class Scheduler:
         finished = self._harvest.finished
         while finished and finished[0][0] <= up_to:
             _, request = finished.popleft()
-            self._finished += 1
             if not request.retired:
                 self._retire(request, after=self._step - 1)
 

@@ -283,6 +283,8 @@ class SharedReduce:
     # ---- views of the memory ---------------------------------------------------------------
 
     def _make_views(self, tensor: torch.Tensor) -> tuple[_Views, _Views]:
+        if self._failure is not None:  # closed: there is no memory to look at
+            raise self._failure
         if len(self._views) >= _MAX_VIEWS:  # prompts of many lengths: made again when needed
             self._views.clear()
         made = (self._half(0, tensor), self._half(1, tensor))

@@ -14,32 +14,22 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from tp_runtime.attention import KvCache
 from tp_runtime.broadcast import BroadcasterConfig, CpuTpBroadcaster
 from tp_runtime.device_state import DeviceState
-from tp_runtime.errors import BackendUnavailable, ConfigError, PlanMismatch, TpGroupError
+from tp_runtime.errors import ConfigError, PlanMismatch, TpGroupError
+from tp_runtime.planning import Decision, decide, decode_shape, eligibility_of
 from tp_runtime.rendezvous import channel_address
-from tp_runtime.selection import (
-    BackendPlan,
-    BackendSet,
-    BenchReport,
-    BenchRequest,
-    DecodeShape,
-    DeviceInfo,
-    Eligibility,
-    agree,
-    available_backends,
-    measure_in_child,
-    select,
-)
+from tp_runtime.selection import BackendSet, DecodeShape, DeviceInfo, agree, device_check
 from tp_runtime.sizing import Sizes, resolve_sizes
 from tp_runtime.step_runner import StepRunner
 
 if TYPE_CHECKING:
+    from tp_runtime.broadcast import WaitMode
     from tp_runtime.config import RuntimeConfig
     from tp_runtime.group import TpGroup
     from tp_runtime.models.base import DecodeModel
@@ -114,7 +104,7 @@ def _channel_config(config: RuntimeConfig) -> BroadcasterConfig:
     return BroadcasterConfig(
         join_timeout_s=config.join_timeout_s,
         timeout_s=config.broadcast_timeout_s,
-        wait=config.broadcast_wait,
+        wait=cast("WaitMode", config.broadcast_wait),
     )
 
 
@@ -169,90 +159,40 @@ def share_sizes(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedBackends:
-    """What the selection came to on this rank. report: None where nothing was measured."""
-
-    plan: BackendPlan
-    backends: BackendSet
-    refusals: dict[str, str]
-    report: BenchReport | None = None
-
-
 def plan_backends(
     config: RuntimeConfig,
     channel: CpuTpBroadcaster,
     group: TpGroup,
-    model: DecodeModel,
+    shape: DecodeShape,
     sizes: Sizes,
     progress: Progress,
-) -> PlannedBackends:
-    """Rank 0 measures (when asked to) and selects; every rank agrees to one plan.
+) -> Decision:
+    """Rank 0 decides; every rank checks the plan on its own device and agrees to one.
 
     Raises:
-        BackendUnavailable: no backend may serve this model on this device.
+        BackendUnavailable: no backend may serve this model on these devices.
         PlanMismatch: the ranks could not agree.
     """
-    shape = decode_shape(model, sizes)
-    device = DeviceInfo.of(group.device)
-    eligibility = Eligibility(
-        pin=config.decode_backend, disabled=frozenset(config.disable_decode_backend)
-    )
-    offers = available_backends(shape, device, eligibility=eligibility)
-    refusals = {name: reason for name, reason in offers if reason is not None}
-    priority = [name for name, reason in offers if reason is None]
-    report: BenchReport | None = None
-    plan: BackendPlan | None = None
+    decision: Decision | None = None
     if group.rank == 0:
-        if not priority:
-            raise BackendUnavailable(f"no decode backend for {shape} on {device.name}: {refusals}")
-        if config.enable_dynamic_decode_backend:
-            progress("selection", 0, 1)
-            report = measure_in_child(bench_request(shape, group, sizes, priority))
-            refusals |= report.refusals
-            priority = [name for name in priority if name not in report.refusals]
-            plan = select(report.samples, priority=priority, mode=config.selection_mode)
-            progress("selection", 1, 1)
-        else:
-            plan = BackendPlan.fixed(priority, sizes.buckets, shape=shape)
-    agreed = agree(
+        decision = decide(
+            config,
+            shape,
+            group.device,
+            buckets=sizes.buckets,
+            threads=torch.get_num_threads(),
+            progress=lambda done, total: progress("selection", done, total),
+        )
+    check = device_check(shape, DeviceInfo.of(group.device), eligibility=eligibility_of(config))
+    plan = agree(
         channel,
-        plan,
-        rank=group.rank,
-        refusals={name: reason for name, reason in offers if reason is not None},
+        None if decision is None else decision.plan,
+        check=check,
         timeout_s=config.join_timeout_s,
     )
-    return PlannedBackends(
-        plan=agreed,
-        backends=BackendSet(shape, group.device),
-        refusals=refusals,
-        report=report,
-    )
-
-
-def decode_shape(model: DecodeModel, sizes: Sizes) -> DecodeShape:
-    """The decode attention problem that this model poses to one rank."""
-    shape = model.shape
-    return DecodeShape(
-        q_heads=shape.q_heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        dtype=str(shape.dtype).removeprefix("torch."),
-        page_size=sizes.page_size,
-        table_width=sizes.table_width,
-    )
-
-
-def bench_request(
-    shape: DecodeShape, group: TpGroup, sizes: Sizes, backends: list[str]
-) -> BenchRequest:
-    return BenchRequest(
-        shape=shape,
-        device=str(group.device),
-        buckets=sizes.buckets,
-        backends=tuple(backends),
-        threads=torch.get_num_threads(),
-    )
+    if decision is None:
+        return Decision(plan=plan, refusals={}, report=None)
+    return Decision(plan=plan, refusals=decision.refusals, report=decision.report)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,13 +200,13 @@ class RankRuntime:
     """One rank with all it needs to run steps, before its graphs are captured."""
 
     sizes: Sizes
-    planned: PlannedBackends
+    decision: Decision
     runner: StepRunner
 
     @property
     def plan_digest(self) -> str | None:
         """None where nothing was measured: the fixed priority needs no agreement on numbers."""
-        plan = self.planned.plan
+        plan = self.decision.plan
         return plan.digest if plan.measured else None
 
 
@@ -280,7 +220,8 @@ def build_rank(
 ) -> RankRuntime:
     """Cache, plan and step runner of a loaded model; all ranks call it together."""
     sizes = share_sizes(config, channel, group, model)
-    planned = plan_backends(config, channel, group, model, sizes, progress)
+    shape = decode_shape(model.shape, sizes)
+    decision = plan_backends(config, channel, group, shape, sizes, progress)
     with torch.inference_mode():
         cache = KvCache(
             model.shape,
@@ -299,12 +240,12 @@ def build_rank(
             group=group,
             state=state,
             cache=cache,
-            plan=planned.plan,
-            backends=planned.backends,
+            plan=decision.plan,
+            backends=BackendSet(shape, group.device),
             buckets=sizes.buckets,
             times=times,
         )
-    return RankRuntime(sizes=sizes, planned=planned, runner=runner)
+    return RankRuntime(sizes=sizes, decision=decision, runner=runner)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +271,7 @@ def capture_rank(
     """
     group.barrier()
     capture = runtime.runner.capture(lambda done, total: progress("capture", done, total))
-    plan = runtime.planned.plan
+    plan = runtime.decision.plan
     report = {
         "plan_digest": runtime.plan_digest,
         "capture_digest": capture.digest,

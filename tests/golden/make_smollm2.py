@@ -13,7 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tp_runtime.models.convert import convert_to_folder
+from tp_runtime.models.convert import convert_gguf
+from tp_runtime.models.loading import find_smollm2
 
 TOKENS = 64
 GOLDEN = Path(__file__).parent / "smollm2_greedy.json"
@@ -60,10 +61,11 @@ def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with tempfile.TemporaryDirectory() as folder:
-        convert_to_folder("smollm2", Path(folder))
+    source = find_smollm2()
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = convert_gguf(source, Path(parent) / "smollm2")
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
     streams = []
     with torch.inference_mode():
         for text in (*QUESTIONS, *TEXTS):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -15,6 +15,9 @@ from tp_runtime.requests import Harvest, OutputStream, Request, Snapshot
 from tp_runtime.sampling import SamplingParams
 from tp_runtime.scheduler import GraphChoice, Scheduler
 from tp_runtime.step_plan import StepKind, StepPlan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 EOS = 0
 BLOCK = 4
