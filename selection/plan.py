@@ -19,13 +19,23 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from tp_runtime.errors import BackendUnavailable, PlanFormatError, SelectionError
 from tp_runtime.selection.base import DecodeShape
 from tp_runtime.selection.cost_model import CostModel, Grid
+from tp_runtime.selection.strict_json import (
+    MAX_BYTES,
+    array,
+    integer,
+    number,
+    object_of,
+    parse,
+    string,
+    strings,
+    typed,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
 FORMAT = "tp_runtime.decode_plan"
 FORMAT_VERSION = 1
-MAX_BYTES = 16 << 20  # far above any real plan; a larger file is not one
 
 Mode = Literal["stable", "adaptive", "fixed"]
 _log = math.log
@@ -239,7 +249,7 @@ class BackendPlan:
 
         Raises: PlanFormatError: truncated, damaged, of another version, or not canonical.
         """
-        plan = _from_dict(_parse(bytes(data), "plan"))
+        plan = _from_dict(parse(bytes(data), "plan"))
         if plan.to_bytes() != data:
             raise PlanFormatError("plan: not in canonical form; it was not written by to_bytes()")
         return plan
@@ -269,7 +279,7 @@ class BackendPlan:
         path = Path(path)
         if path.stat().st_size > MAX_BYTES:
             raise PlanFormatError(f"{path}: larger than {MAX_BYTES} bytes; this is no plan")
-        envelope = _parse(path.read_bytes(), str(path))
+        envelope = parse(path.read_bytes(), str(path))
         if set(envelope) != {"digest", "plan"}:
             raise PlanFormatError(
                 f"{path}: expected the fields digest and plan, got {sorted(envelope)}"
@@ -364,24 +374,8 @@ def _canonical(value: dict[str, Any]) -> bytes:
     return text.encode("ascii")
 
 
-def _parse(data: bytes, where: str) -> dict[str, Any]:
-    if len(data) > MAX_BYTES:
-        raise PlanFormatError(f"{where}: {len(data)} bytes, at most {MAX_BYTES} are allowed")
-    try:
-        value = json.loads(data, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise PlanFormatError(f"{where}: truncated or not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise PlanFormatError(f"{where}: expected an object, got {type(value).__name__}")
-    return value
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number")
-
-
 def _from_dict(value: object) -> BackendPlan:
-    data = _object(
+    data = object_of(
         value,
         "plan",
         (
@@ -399,85 +393,38 @@ def _from_dict(value: object) -> BackendPlan:
         raise PlanFormatError(f"plan.mode: expected one of {get_args(Mode)}, got {data['mode']!r}")
     shape = None
     if data["shape"] is not None:
-        shape = _typed(DecodeShape, data["shape"], "plan.shape")
+        shape = typed(DecodeShape, data["shape"], "plan.shape")
     return BackendPlan(
-        priority=_strings(data["priority"], "plan.priority"),
-        priority_version=_integer(data["priority_version"], "plan.priority_version"),
+        priority=strings(data["priority"], "plan.priority"),
+        priority_version=integer(data["priority_version"], "plan.priority_version"),
         mode=data["mode"],
-        margin=_number(data["margin"], "plan.margin"),
+        margin=number(data["margin"], "plan.margin"),
         shape=shape,
-        device=_string(data["device"], "plan.device"),
+        device=string(data["device"], "plan.device"),
         entries=tuple(
             _entry(item, f"plan.entries[{i}]")
-            for i, item in enumerate(_array(data["entries"], "plan.entries"))
+            for i, item in enumerate(array(data["entries"], "plan.entries"))
         ),
     )
 
 
 def _entry(value: object, where: str) -> BucketPlan:
-    data = _object(value, where, ["bucket", "variants", "models", "grid"])
-    grid = None if data["grid"] is None else _typed(Grid, data["grid"], f"{where}.grid")
+    data = object_of(value, where, ["bucket", "variants", "models", "grid"])
+    grid = None if data["grid"] is None else typed(Grid, data["grid"], f"{where}.grid")
     models = []
-    for i, item in enumerate(_array(data["models"], f"{where}.models")):
+    for i, item in enumerate(array(data["models"], f"{where}.models")):
         here = f"{where}.models[{i}]"
-        model = _object(item, here, [f.name for f in fields(CostModel)])
-        factors = _array(model.pop("factors"), f"{here}.factors")
+        model = object_of(item, here, [f.name for f in fields(CostModel)])
+        factors = array(model.pop("factors"), f"{here}.factors")
         models.append(
             CostModel(
-                factors=tuple(_number(f, f"{here}.factors") for f in factors),
-                **{name: _number(number, f"{here}.{name}") for name, number in model.items()},
+                factors=tuple(number(f, f"{here}.factors") for f in factors),
+                **{name: number(cost, f"{here}.{name}") for name, cost in model.items()},
             )
         )
     return BucketPlan(
-        bucket=_integer(data["bucket"], f"{where}.bucket"),
-        variants=_strings(data["variants"], f"{where}.variants"),
+        bucket=integer(data["bucket"], f"{where}.bucket"),
+        variants=strings(data["variants"], f"{where}.variants"),
         models=tuple(models),
         grid=grid,
     )
-
-
-def _typed(cls: type[Any], value: object, where: str) -> Any:
-    """Build a flat dataclass of str, int, float and optional str, checking every field."""
-    data = _object(value, where, [f.name for f in fields(cls)])
-    readers = {"int": _integer, "float": _number, "str": _string}
-    for item in fields(cls):
-        if str(item.type).endswith("| None") and data[item.name] is None:
-            continue
-        reader: Any = readers[str(item.type).removesuffix(" | None")]
-        data[item.name] = reader(data[item.name], f"{where}.{item.name}")
-    return cls(**data)
-
-
-def _object(value: object, where: str, names: Sequence[str]) -> dict[str, Any]:
-    if not isinstance(value, dict) or set(value) != set(names):
-        got = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise PlanFormatError(f"{where}: expected the fields {sorted(names)}, got {got}")
-    return dict(value)
-
-
-def _array(value: object, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise PlanFormatError(f"{where}: expected a list, got {type(value).__name__}")
-    return value
-
-
-def _strings(value: object, where: str) -> tuple[str, ...]:
-    return tuple(_string(item, where) for item in _array(value, where))
-
-
-def _string(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise PlanFormatError(f"{where}: expected a string, got {value!r}")
-    return value
-
-
-def _integer(value: object, where: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise PlanFormatError(f"{where}: expected an integer, got {value!r}")
-    return value
-
-
-def _number(value: object, where: str) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
-        raise PlanFormatError(f"{where}: expected a finite number, got {value!r}")
-    return float(value)
