@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING
@@ -58,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if rank > 0 and not getattr(args, "verbose_ranks", False):
                 level = max(level, logs.LEVELS["error"])
             logs.configure(level, rank=rank)
+            # a failed channel is told once, by the error that ends the command
+            quiet = logging.ERROR if level == logging.WARNING else logging.NOTSET
+            logging.getLogger("tp_runtime.broadcast").setLevel(quiet)
             status: int = VERBS[args.verb].run(args, interrupts)
             return status
     except KeyboardInterrupt:
