@@ -9,8 +9,10 @@ where it has one (TORCHELASTIC_USE_AGENT_STORE); otherwise global rank 0 listens
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from datetime import timedelta
+from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch.distributed as dist
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from tp_runtime.ranks import RankInfo
 
 __all__ = ["Collectives", "connect_store", "make_gloo", "make_nccl", "set_nccl_defaults"]
+
+
+_STORE_GRACE_S = 1.0
 
 
 class Collectives(Protocol):
@@ -41,7 +46,7 @@ _served: dict[tuple[str, int], Store] = {}
 """Stores that this process listens for: other TP groups may need them after ours has closed."""
 
 _formed: Counter[tuple[tuple[str, int], str]] = Counter()
-"""How often this process has met each group: a later meeting must not read the keys of the first."""
+"""How often this process has met each group: a later meeting must not read stale keys."""
 
 
 def connect_store(info: RankInfo, *, timeout_s: float) -> Store:
@@ -56,14 +61,7 @@ def connect_store(info: RankInfo, *, timeout_s: float) -> Store:
     store = _served.get(place) if listen else None
     if store is None:
         try:
-            store = TCPStore(
-                info.master_addr,
-                info.master_port,
-                is_master=listen,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
+            store = _open_store(place, listen=listen, timeout_s=timeout_s)
         except (RuntimeError, ValueError) as error:
             what = "listen on" if listen else "reach the store of this run at"
             advice = (
@@ -81,6 +79,40 @@ def connect_store(info: RankInfo, *, timeout_s: float) -> Store:
     members = f"{info.run_id}/{info.restart_count}/{info.tp_size}/{info.tp_group}"
     _formed[place, members] += 1
     return PrefixStore(f"tp_runtime/{members}/{_formed[place, members]}", store)
+
+
+def _open_store(place: tuple[str, int], *, listen: bool, timeout_s: float) -> Store:
+    """Opens a TCPStore in a thread, because it has no deadline for a program that never answers.
+
+    Raises:
+        RuntimeError: the port is taken, or nobody listens there, or nobody answers.
+    """
+    outcome: Queue[Store | Exception] = Queue()
+
+    def connect() -> None:
+        try:
+            outcome.put(
+                TCPStore(
+                    *place,
+                    is_master=listen,
+                    timeout=timedelta(seconds=timeout_s),
+                    wait_for_workers=False,
+                    multi_tenant=True,
+                )
+            )
+        except (RuntimeError, ValueError) as error:
+            outcome.put(error)
+
+    # A daemon: where nothing ever answers, it must not keep the process from ending.
+    threading.Thread(target=connect, name="tp_runtime-store", daemon=True).start()
+    try:
+        # The store's own deadline comes first where it works, and says more.
+        result = outcome.get(timeout=timeout_s + _STORE_GRACE_S)
+    except Empty:
+        raise RuntimeError(f"no answer within {timeout_s:g} s") from None
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def make_gloo(store: Store, info: RankInfo, *, timeout_s: float) -> Collectives:

@@ -16,8 +16,8 @@ epoch word has come this far, and reads. Two halves are enough: a rank that writ
 has seen every rank begin e + 1, and each of them had then finished reading what e left.
 This needs stores that become visible in program order, as on x86-64, and nothing else.
 
-The memory is a memfd without a name. Peers open it through /proc while rank 0 holds it, and then
-all close the descriptor, so that nothing is left behind, however the ranks end.
+The memory is a memfd, which has no place in the file system. Peers open it through /proc while
+rank 0 holds it, so that nothing is left behind, however the ranks end.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def gather_and_broadcast(shared: bool) -> None:
             assert gathered.dtype == dtype
             assert gathered.shape == (group.size, *shape)
             for rank in range(group.size):
-                assert torch.equal(gathered[rank], torch.full(shape, expected[rank]).to(dtype))
+                assert torch.equal(gathered[rank], torch.full(shape, int(expected[rank])).to(dtype))
             sent = torch.full(shape, 1 if group.rank == 0 else 0).to(dtype)
             assert group.broadcast(sent) is sent
             assert bool((sent == 1).all())
@@ -224,9 +224,9 @@ def fail_wakes(shared: bool) -> str:
     if group.rank == 1:
         wait_for_file(f"failed-{shared}")
         if shared:
+            group.barrier()  # to this one rank 0 had come, too
             with pytest.raises(PeerLost) as lost:
-                for _ in range(2):  # rank 0 had already come to the first
-                    group.barrier()
+                group.barrier()
             assert lost.value.rank == 0
             return str(lost.value)
         return ""
@@ -260,15 +260,15 @@ def nothing_is_left() -> list[object]:
     before = set(descriptors())
     group = make_group()
     group.all_reduce(torch.ones(100_000))
-    during = [any("tp_runtime_reduce" in one for one in descriptors()), len(memory_maps())]
+    during = len(memory_maps())
     group.close()
     group.close()
     with pytest.raises(ChannelClosed):
         group.all_reduce(torch.ones(1))
     with pytest.raises(ChannelClosed):
         group.barrier()
-    pidfds = [one for one in set(descriptors()) - before if "pidfd" in one]
-    return [*during, memory_maps(), pidfds]
+    opened = [one for one in set(descriptors()) - before if "pidfd" in one or "memfd" in one]
+    return [during, memory_maps(), opened]
 
 
 def a_hosts_own_group() -> list[object]:
@@ -341,8 +341,7 @@ def test_collectives_are_right_on_every_rank(world_size: int, shared: bool, roun
             assert min(result["operations"]) > rounds
         assert result["barrier"] == [True] * 20
         assert result["modes"] == [float(7 * world_size)] * 2
-        # The memfd is closed as soon as all have mapped it, the mapping goes with the group.
-        assert result["left"] == [False, 1, [], []]
+        assert result["left"] == [1, [], []]
         assert 1 <= result["threads"] <= share
 
 

@@ -83,7 +83,7 @@ def test_a_lone_variable_lists_all_that_are_missing() -> None:
 )
 def test_a_malformed_variable_is_named_with_its_value(name: str, value: str) -> None:
     with pytest.raises(EnvError, match=rf"^{name}='{value}': expected an integer"):
-        RankInfo.from_env(torchrun_env(**{name: value}))
+        RankInfo.from_env(torchrun_env() | {name: value})
 
 
 def test_local_rank_beyond_rank_is_refused() -> None:
