@@ -1,0 +1,250 @@
+"""The engine on real ranks: replayed plans, and ranks that die at the worst moment."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tp_runtime.testing import run_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tp_runtime.requests import TextStream
+
+LETTERS = "abcdefghijklmnop"
+
+
+class Letters:
+    """A tokenizer for a model without one: token n is the letter n modulo 16."""
+
+    def encode(self, text: str) -> list[int]:
+        return [LETTERS.index(letter) for letter in text]
+
+    def stream(self) -> TextStream:
+        return LetterStream()
+
+
+class LetterStream:
+    def push(self, token_id: int) -> str:
+        return LETTERS[token_id % len(LETTERS)]
+
+    def flush(self) -> str:
+        return ""
+
+
+def random_requests(seed: int, count: int) -> list[tuple[list[int], dict[str, Any]]]:
+    rng = random.Random(seed)
+    requests = []
+    for _ in range(count):
+        prompt = [rng.randrange(512) for _ in range(rng.randint(1, 70))]
+        sampling: dict[str, Any] = {"max_tokens": rng.randint(1, 24), "seed": rng.randrange(2**40)}
+        if rng.random() < 0.5:
+            sampling["temperature"] = rng.choice([0.5, 1.0])
+        if rng.random() < 0.3:
+            sampling["top_k"] = 20
+        if rng.random() < 0.3:
+            sampling["stop"] = tuple(rng.sample(LETTERS, 2))
+        requests.append((prompt, sampling))
+    return requests
+
+
+def replay() -> dict[str, Any]:
+    """Serve random requests with two steps in flight, then run the same plans one by one.
+
+    Runs on each rank. Both runs use the same model; everything that a step leaves behind is
+    compared: sampled tokens, lengths, last tokens, and the whole cache.
+    """
+    import torch
+
+    from tp_runtime import Engine, RankInfo, RuntimeConfig, SamplingParams, TpGroup
+    from tp_runtime.models import load_model
+
+    info = RankInfo.from_env()
+    rng = random.Random(5)
+    settings: dict[str, Any] = {
+        "max_batch_size": 12,
+        "max_seq_len": 128,
+        "kv_block_size": 16,
+        "kv_cache_tokens": 16 * 50,
+        "prefill_chunk_tokens": 48,
+        "decode_buckets": (1, 4, 8),
+    }
+    recorded: list[tuple[Any, list[int] | None]] = []
+    with TpGroup.create(info, device=torch.device("cpu"), timeout_s=60) as group:
+        model = load_model("random:tiny", group=group, dtype=torch.float32).model
+        finished: dict[str, str | None] = {}
+        with Engine(
+            RuntimeConfig(async_decode=True, **settings),
+            group=group,
+            model=model,
+            tokenizer=Letters(),
+        ) as engine:
+            runner = engine._started()[0].runner
+            record(runner, recorded)
+            if group.rank > 0:
+                engine.serve_peer()
+            else:
+                waiting = random_requests(1, 200)
+                while waiting or engine.unfinished:
+                    for prompt, sampling in waiting[: rng.randint(0, 3)]:
+                        engine.add_request(prompt, SamplingParams(**sampling))
+                        waiting.pop(0)
+                    for output in engine.step():
+                        if output.finished:
+                            finished[output.request_id] = output.finish_reason
+                        elif rng.random() < 0.01:
+                            engine.abort(output.request_id)
+                for _ in range(2):
+                    engine.step()
+                pages = engine.statistics().pages
+                misses = engine.statistics().graph_misses
+            first = leftovers(runner)
+        with Engine(
+            RuntimeConfig(async_decode=False, **settings), group=group, model=model
+        ) as engine:
+            runner = engine._started()[0].runner
+            for plan, tokens in recorded:
+                again = runner.run(plan)
+                assert (None if again is None else again.tolist()) == tokens, plan
+            for name, before in first.items():
+                assert torch.equal(leftovers(runner)[name], before), name
+    result: dict[str, Any] = {"steps": len(recorded)}
+    if group.rank == 0:
+        result |= {
+            "reasons": [
+                list(finished.values()).count(r) for r in ("eos", "length", "stop", "abort")
+            ],
+            "free": pages.free,
+            "total": pages.total,
+            "misses": misses,
+        }
+    return result
+
+
+def record(runner: Any, recorded: list[tuple[Any, list[int] | None]]) -> None:
+    run: Callable[[Any], Any] = runner.run
+
+    def recording(plan: Any) -> Any:
+        tokens = run(plan)
+        if plan.kind.name != "STOP":  # only the peers run it
+            recorded.append((plan, None if tokens is None else tokens.tolist()))
+        return tokens
+
+    runner.run = recording
+
+
+def leftovers(runner: Any) -> dict[str, Any]:
+    """Copies of everything that a step changes."""
+    state, cache = runner._state, runner._cache
+    return {
+        "last_token": state.last_token[:-1].clone(),
+        "length": state.length.clone(),
+        "table": state.block_table.clone(),
+        "k": cache._k[:, 1:].clone(),
+        "v": cache._v[:, 1:].clone(),
+    }
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_replayed_plans_give_the_same_bits_and_no_block_is_lost(tp_size: int) -> None:
+    results = run_ranks(replay, tp_size, 240)
+    root = results[0]
+    assert sum(root["reasons"]) == 200
+    assert min(root["reasons"][1:]) > 0, "ends by length, stop string and abort all happened"
+    assert root["free"] == root["total"]
+    assert list(root["misses"]) == ["batch beyond the largest bucket"]
+    assert {result["steps"] for result in results} == {root["steps"]}
+
+
+def die(where: str, victim: int) -> dict[str, Any]:
+    """On each rank: the victim kills itself at a moment; the others say what they saw."""
+    import torch
+
+    from tp_runtime import Engine, RankInfo, RuntimeConfig, SamplingParams, TpGroup
+    from tp_runtime.errors import PeerLost, TpRuntimeError
+    from tp_runtime.step_plan import StepKind
+    from tp_runtime.step_runner import StepRunner
+
+    rank = RankInfo.from_env().tp_rank
+
+    def suicide(*args: object, **kwargs: object) -> None:
+        print(f"at {time.monotonic()}", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == victim:
+        if where == "join":
+            TpGroup.create = suicide  # type: ignore[method-assign, assignment]
+        elif where == "capture":
+            StepRunner.capture = suicide
+        else:
+            run = StepRunner.run
+            kind = StepKind.PREFILL if where == "prefill" else StepKind.DECODE
+
+            def dying(self: Any, plan: Any) -> Any:
+                if plan.kind is kind and (kind is StepKind.PREFILL or plan.step > 10):
+                    suicide()
+                return run(self, plan)
+
+            StepRunner.run = dying
+    began = time.monotonic()
+    engine = Engine(RuntimeConfig(model="random:tiny", device="cpu", max_batch_size=2))
+    try:
+        engine.start()
+        if rank > 0:
+            engine.serve_peer()
+        else:
+            prompt = torch.arange(20).tolist()
+            for _ in engine.generate([prompt], SamplingParams(max_tokens=200)):
+                pass
+        raise AssertionError("nobody noticed")
+    except PeerLost as error:
+        seen = {"lost": error.rank, "message": str(error), "seconds": time.monotonic() - began}
+    finally:
+        engine.close()
+    try:
+        engine.step() if rank == 0 else engine.step_peer()
+    except TpRuntimeError as error:
+        seen["later"] = str(error)
+    return seen
+
+
+@pytest.mark.parametrize("where", ["join", "capture", "prefill", "decode"])
+@pytest.mark.parametrize(("tp_size", "victim"), [(2, 1), (3, 2), (2, 0)])
+def test_a_killed_rank_is_named_by_every_survivor(where: str, tp_size: int, victim: int) -> None:
+    results = run_ranks(die, tp_size, 60, args=(where, victim), expect_exit={victim: -9})
+    for rank, seen in enumerate(results):
+        if rank != victim:
+            assert seen["lost"] == victim, seen
+            assert f"rank {victim}" in seen["message"]
+            assert seen["later"]
+
+
+def differing(field: str) -> str:
+    """On each rank: another setting on rank 1."""
+    from tp_runtime import Engine, RankInfo, RuntimeConfig
+    from tp_runtime.errors import TpRuntimeError
+
+    settings: dict[str, Any] = {"model": "random:tiny", "device": "cpu", "max_batch_size": 2}
+    if RankInfo.from_env().tp_rank == 1:
+        settings[field] = {"max_batch_size": 3, "kv_block_size": 32}[field]
+    engine = Engine(RuntimeConfig(**settings))
+    try:
+        engine.start()
+    except TpRuntimeError as error:
+        return str(error)
+    finally:
+        engine.close()
+    return "no error"
+
+
+@pytest.mark.parametrize("field", ["max_batch_size", "kv_block_size"])
+def test_ranks_with_different_settings_refuse_naming_the_field(field: str) -> None:
+    for message in run_ranks(differing, 2, 60, args=(field,)):
+        assert field in message
+        assert "rank 1" in message
