@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, Self, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from tp_runtime.cpu_threads import cpu_threads_per_rank, requested_threads
 from tp_runtime.errors import ChannelClosed, DeadlineExceeded, PeerLost, TpGroupError
@@ -89,6 +90,13 @@ class TpGroup:
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._closed = False
+        # NCCL then works on the current stream, with no second stream and events between.
+        self._reduce_options = dist.AllreduceOptions()
+        self._gather_options = AllgatherOptions()
+        self._broadcast_options = dist.BroadcastOptions()
+        self._broadcast_options.rootRank = 0
+        for options in (self._reduce_options, self._gather_options, self._broadcast_options):
+            options.asyncOp = False
         self._device_count = 0
         self._gloo_count = 0
         self._watch: PeerWatch | None = None
@@ -204,7 +212,7 @@ class TpGroup:
         if not t.numel():
             return t
         dense = t.contiguous()
-        self._run(dense, lambda pg: pg.allreduce([dense]))
+        self._run(dense, lambda pg: pg.allreduce([dense], self._reduce_options))
         return t if dense is t else t.copy_(dense)
 
     def all_gather(self, t: torch.Tensor) -> torch.Tensor:
@@ -221,7 +229,9 @@ class TpGroup:
         if self._shared is not None and t.device.type == "cpu":
             return self._shared.all_gather(t, out)
         dense = t.contiguous()
-        self._run(dense, lambda pg: pg._allgather_base(out.view(-1), dense.view(-1)))
+        self._run(
+            dense, lambda pg: pg._allgather_base(out.view(-1), dense.view(-1), self._gather_options)
+        )
         return out
 
     def broadcast(self, t: torch.Tensor) -> torch.Tensor:
@@ -235,13 +245,11 @@ class TpGroup:
         if self._shared is not None and t.device.type == "cpu":
             return self._shared.broadcast(t)
         dense = t.contiguous()
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._run(dense, lambda pg: pg.broadcast([dense], options))
+        self._run(dense, lambda pg: pg.broadcast([dense], self._broadcast_options))
         return t if dense is t else t.copy_(dense)
 
     def barrier(self) -> None:
-        """Returns when all ranks have called it; on an accelerator waits for the device, too.
+        """Returns when all ranks have called it. Work on their devices may still be under way.
 
         Raises:
             PeerLost, DeadlineExceeded, TpGroupError: as :meth:`all_reduce`.

@@ -16,7 +16,7 @@ from queue import Empty, Queue
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, TCPStore
 
 from tp_runtime.errors import TpGroupError
 
@@ -34,11 +34,15 @@ _STORE_GRACE_S = 1.0
 class Collectives(Protocol):
     """What is used of a c10d backend, and of a ProcessGroup, which has the same calls."""
 
-    def allreduce(self, tensors: list[torch.Tensor], /) -> dist.Work: ...
+    def allreduce(
+        self, tensors: list[torch.Tensor], options: dist.AllreduceOptions, /
+    ) -> dist.Work: ...
     def broadcast(
         self, tensors: list[torch.Tensor], options: dist.BroadcastOptions, /
     ) -> dist.Work: ...
-    def _allgather_base(self, output: torch.Tensor, input_: torch.Tensor, /) -> dist.Work: ...
+    def _allgather_base(
+        self, output: torch.Tensor, input_: torch.Tensor, options: AllgatherOptions, /
+    ) -> dist.Work: ...
     def shutdown(self) -> None: ...
 
 
