@@ -23,7 +23,13 @@ from torch._C._distributed_c10d import AllgatherOptions
 from tp_runtime.cpu_threads import cpu_threads_per_rank, requested_threads
 from tp_runtime.errors import ChannelClosed, DeadlineExceeded, PeerLost, TpGroupError
 from tp_runtime.liveness import PeerWatch
-from tp_runtime.process_group import connect_store, make_gloo, make_nccl, set_nccl_defaults
+from tp_runtime.process_group import (
+    await_ranks,
+    connect_store,
+    make_gloo,
+    make_nccl,
+    set_nccl_defaults,
+)
 from tp_runtime.shared_reduce import REDUCED_DTYPES, SharedReduce, SharedReduceStatistics
 
 if TYPE_CHECKING:
@@ -118,6 +124,7 @@ class TpGroup:
         device: torch.device,
         timeout_s: float = 120.0,
         shared_memory: bool = True,
+        failure: Callable[[], Exception | None] | None = None,
     ) -> Self:
         """Meets the other ranks of this rank's tensor-parallel group.
 
@@ -126,6 +133,7 @@ class TpGroup:
             device: ``cpu``, or this rank's own ``cuda:<local rank>``.
             timeout_s: bounds the meeting, and later every wait of the host for a peer.
             shared_memory: False keeps CPU tensors on gloo.
+            failure: asked while waiting for the others to come; what it gives is raised.
 
         Raises:
             TpGroupError: the group was not formed in time, or the store's port is not ours.
@@ -136,6 +144,7 @@ class TpGroup:
         if info.tp_size == 1:
             return cls.single(device)
         store = connect_store(info, timeout_s=timeout_s)
+        await_ranks(store, info, timeout_s=timeout_s, failure=failure)
         cpu = make_gloo(store, info, timeout_s=timeout_s)
         accelerator = None
         if device.type != "cpu":
@@ -333,7 +342,7 @@ class TpGroup:
 
     # ---- how -----------------------------------------------------------------------------------
 
-    def _run(self, t: torch.Tensor, start: Callable[[Collectives], dist.Work]) -> None:
+    def _run(self, t: torch.Tensor, start: Callable[[Collectives], dist.Work | None]) -> None:
         """Starts a collective on the group of the tensor's device, and waits for it in bounds."""
         if self._failure is not None:
             raise self._failure
@@ -346,7 +355,9 @@ class TpGroup:
             self._device_count += 1
             try:
                 # Makes the current stream wait, not the host; may be captured in a graph.
-                start(self._accelerator).wait()
+                work = start(self._accelerator)
+                if work is not None:  # nothing to wait for on the current stream itself
+                    work.wait()
             except RuntimeError as error:
                 self._raise_explained(error)
             return
@@ -357,7 +368,9 @@ class TpGroup:
             )
         self._gloo_count += 1
         try:
-            self._wait(start(self._cpu))
+            work = start(self._cpu)
+            if work is not None:
+                self._wait(work)
         except RuntimeError as error:
             self._raise_explained(error)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import Counter
 from datetime import timedelta
 from queue import Empty, Queue
@@ -21,6 +22,8 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, TCP
 from tp_runtime.errors import TpGroupError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from tp_runtime.ranks import RankInfo
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Collectives", "connect_store", "make_gloo", "make_nccl", "set_nccl_defaults"]
 
 
+_ARRIVAL_POLL_S = 0.005
 _STORE_GRACE_S = 1.0
 
 
@@ -36,13 +40,13 @@ class Collectives(Protocol):
 
     def allreduce(
         self, tensors: list[torch.Tensor], options: dist.AllreduceOptions, /
-    ) -> dist.Work: ...
+    ) -> dist.Work | None: ...
     def broadcast(
         self, tensors: list[torch.Tensor], options: dist.BroadcastOptions, /
-    ) -> dist.Work: ...
+    ) -> dist.Work | None: ...
     def _allgather_base(
         self, output: torch.Tensor, input_: torch.Tensor, options: AllgatherOptions, /
-    ) -> dist.Work: ...
+    ) -> dist.Work | None: ...
     def shutdown(self) -> None: ...
 
 
@@ -119,6 +123,38 @@ def _open_store(place: tuple[str, int], *, listen: bool, timeout_s: float) -> St
     return result
 
 
+def await_ranks(
+    store: Store,
+    info: RankInfo,
+    *,
+    timeout_s: float,
+    failure: Callable[[], Exception | None] | None = None,
+) -> None:
+    """Waits until every rank of the group has come to this point.
+
+    gloo and NCCL cannot be interrupted while they wait for a rank that has died, so they are
+    started only when all ranks are there.
+
+    Raises:
+        TpGroupError: not all ranks came within ``timeout_s``; names those that did not.
+        Exception: what ``failure`` gives.
+    """
+    keys = [f"arrived/{rank}" for rank in range(info.tp_size)]
+    deadline = time.monotonic() + timeout_s
+    try:
+        store.set(keys[info.tp_rank], "1")
+        while not store.check(keys):
+            cause = failure() if failure is not None else None
+            if cause is not None:
+                raise cause
+            if time.monotonic() > deadline:
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                raise TpGroupError(_not_formed(info, timeout_s, f"TP ranks {missing} did not come"))
+            time.sleep(_ARRIVAL_POLL_S)
+    except RuntimeError as error:  # the process that listens is gone
+        raise TpGroupError(_not_formed(info, timeout_s, error)) from error
+
+
 def make_gloo(store: Store, info: RankInfo, *, timeout_s: float) -> Collectives:
     """A gloo group over loopback: a TP group never leaves its host.
 
@@ -175,7 +211,7 @@ def set_nccl_defaults() -> None:
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 
 
-def _not_formed(info: RankInfo, timeout_s: float, error: Exception) -> str:
+def _not_formed(info: RankInfo, timeout_s: float, error: Exception | str) -> str:
     return (
         f"rank {info.rank}: tensor-parallel group {info.tp_group} "
         f"(global ranks {', '.join(map(str, info.tp_ranks))}) was not formed within "
@@ -184,5 +220,5 @@ def _not_formed(info: RankInfo, timeout_s: float, error: Exception) -> str:
     )
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: Exception | str) -> str:
     return str(error).strip().partition("\n")[0]
