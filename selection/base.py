@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import Tensor
 

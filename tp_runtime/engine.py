@@ -350,7 +350,7 @@ class Engine:
         if channel is not None:
             channel.close()
         if root is not None and self._failure is None and reason is None:
-            root.check_no_leaks()
+            root.check_no_leaks()  # last, so that a leak does not keep anything open
 
     def _stop_peers(self, root: RootLoop) -> None:
         try:
@@ -371,8 +371,12 @@ class Engine:
             device = resolve_device(config, info.local_rank)
             channel = self._channel = join_by_environment(config, info)
             self._watch(channel)
-            group = TpGroup.create(info, device=device, timeout_s=config.join_timeout_s)
-            self._group = group
+            group = self._group = TpGroup.create(
+                info,
+                device=device,
+                timeout_s=config.join_timeout_s,
+                failure=lambda: channel.failure,
+            )
         if self._watcher is not None:
             self._watcher.watch_group(group)
         confirm_alike(

@@ -143,7 +143,7 @@ class TpGroup:
             torch.set_num_threads(asked or cpu_threads_per_rank(info.local_world_size))
         if info.tp_size == 1:
             return cls.single(device)
-        store = connect_store(info, timeout_s=timeout_s)
+        store = connect_store(info, timeout_s=timeout_s, failure=failure)
         await_ranks(store, info, timeout_s=timeout_s, failure=failure)
         cpu = make_gloo(store, info, timeout_s=timeout_s)
         accelerator = None

@@ -57,7 +57,12 @@ _formed: Counter[tuple[tuple[str, int], str]] = Counter()
 """How often this process has met each group: a later meeting must not read stale keys."""
 
 
-def connect_store(info: RankInfo, *, timeout_s: float) -> Store:
+def connect_store(
+    info: RankInfo,
+    *,
+    timeout_s: float,
+    failure: Callable[[], Exception | None] | None = None,
+) -> Store:
     """The key-value store of this rank's TP group in this attempt.
 
     Raises:
@@ -69,7 +74,7 @@ def connect_store(info: RankInfo, *, timeout_s: float) -> Store:
     store = _served.get(place) if listen else None
     if store is None:
         try:
-            store = _open_store(place, listen=listen, timeout_s=timeout_s)
+            store = _open_store(place, listen=listen, timeout_s=timeout_s, failure=failure)
         except (RuntimeError, ValueError) as error:
             what = "listen on" if listen else "reach the store of this run at"
             advice = (
@@ -89,8 +94,15 @@ def connect_store(info: RankInfo, *, timeout_s: float) -> Store:
     return PrefixStore(f"tp_runtime/{members}/{_formed[place, members]}", store)
 
 
-def _open_store(place: tuple[str, int], *, listen: bool, timeout_s: float) -> Store:
-    """Opens a TCPStore in a thread, because it has no deadline for a program that never answers.
+def _open_store(
+    place: tuple[str, int],
+    *,
+    listen: bool,
+    timeout_s: float,
+    failure: Callable[[], Exception | None] | None,
+) -> Store:
+    """Opens a TCPStore in a thread, because it has no deadline for a program that never answers,
+    and none of its waits ends when the rank that should answer has died.
 
     Raises:
         RuntimeError: the port is taken, or nobody listens there, or nobody answers.
@@ -113,14 +125,24 @@ def _open_store(place: tuple[str, int], *, listen: bool, timeout_s: float) -> St
 
     # A daemon: where nothing ever answers, it must not keep the process from ending.
     threading.Thread(target=connect, name="tp_runtime-store", daemon=True).start()
-    try:
-        # The store's own deadline comes first where it works, and says more.
-        result = outcome.get(timeout=timeout_s + _STORE_GRACE_S)
-    except Empty:
-        raise RuntimeError(f"no answer within {timeout_s:g} s") from None
-    if isinstance(result, Exception):
-        raise result
-    return result
+    # The store's own deadline comes first where it works, and says more.
+    deadline = time.monotonic() + timeout_s + _STORE_GRACE_S
+    while time.monotonic() < deadline:
+        try:
+            result = outcome.get(timeout=_ARRIVAL_POLL_S)
+        except Empty:
+            _raise_failure(failure)
+            continue
+        if isinstance(result, Exception):
+            raise result
+        return result
+    raise RuntimeError(f"no answer within {timeout_s:g} s")
+
+
+def _raise_failure(failure: Callable[[], Exception | None] | None) -> None:
+    cause = failure() if failure is not None else None
+    if cause is not None:
+        raise cause
 
 
 def await_ranks(
@@ -144,9 +166,7 @@ def await_ranks(
     try:
         store.set(keys[info.tp_rank], "1")
         while not store.check(keys):
-            cause = failure() if failure is not None else None
-            if cause is not None:
-                raise cause
+            _raise_failure(failure)
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 raise TpGroupError(_not_formed(info, timeout_s, f"TP ranks {missing} did not come"))

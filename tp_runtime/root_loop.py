@@ -80,7 +80,7 @@ class RootLoop:
             chunk_tokens=config.prefill_chunk_tokens,
             lag=STEPS_IN_FLIGHT if config.async_decode else 1,
             choose=self._choose,
-            settle=self._async.sync,
+            wait_for_harvest=self._async.sync,
         )
         self._live: dict[str, Request] = {}
         self._ids = itertools.count()
@@ -170,8 +170,9 @@ class RootLoop:
         self._async.close()
 
     def check_no_leaks(self) -> None:
-        """Raises PagePoolError when every request has ended and blocks are still held."""
-        if not self._live:
+        """After `close`: raises PagePoolError if blocks are held that no request can hold."""
+        self._scheduler.settle()
+        if not self._scheduler.has_work:
             self._pool.check_no_leaks()
 
     def scheduler_statistics(self) -> SchedulerStatistics:

@@ -54,7 +54,7 @@ class Scheduler:
         lag: a finished mark of step N is seen when step N + lag is planned: 1 when every step is
             waited for, 2 with two steps in flight.
         choose: (batch_size, total_kv, max_kv) -> the graph of a pure decode step.
-        settle: waits until every step planned so far has been harvested.
+        wait_for_harvest: returns when every step planned so far has been harvested.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Scheduler:
         chunk_tokens: int,
         lag: int,
         choose: Callable[[int, int, int], GraphChoice],
-        settle: Callable[[], None],
+        wait_for_harvest: Callable[[], None],
     ) -> None:
         self._pool = pool
         self._harvest = harvest
@@ -75,7 +75,7 @@ class Scheduler:
         self._chunk_tokens = chunk_tokens
         self._lag = lag
         self._choose = choose
-        self._settle = settle
+        self._wait_for_harvest = wait_for_harvest
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # in order of admission
         self._free_slots = list(range(slots))
@@ -134,6 +134,10 @@ class Scheduler:
         self._prefill_tokens += sum(len(chunk.token_ids) for chunk in chunks)
         self._step += 1
         return plan, snapshot
+
+    def settle(self) -> None:
+        """Take over all that was harvested; only when no step is in flight."""
+        self._collect(self._step - 1)
 
     def stop_step(self) -> StepPlan:
         """The last plan of all."""
@@ -240,8 +244,8 @@ class Scheduler:
 
     def _reclaim(self) -> None:
         """Wait for the steps in flight: their ends become known and their blocks free."""
-        self._settle()
-        self._collect(self._step - 1)
+        self._wait_for_harvest()
+        self.settle()
 
     def _preempt_youngest(self) -> Request:
         """Send the request admitted last back to the queue; only after `_reclaim`, when all its

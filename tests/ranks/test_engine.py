@@ -120,8 +120,8 @@ def replay() -> dict[str, Any]:
             "reasons": [
                 list(finished.values()).count(r) for r in ("eos", "length", "stop", "abort")
             ],
-            "free": pages.free,
-            "total": pages.total,
+            "free": pages.free if pages is not None else None,
+            "total": pages.total if pages is not None else None,
             "misses": misses,
         }
     return result
@@ -179,9 +179,9 @@ def die(where: str, victim: int) -> dict[str, Any]:
 
     if rank == victim:
         if where == "join":
-            TpGroup.create = suicide  # type: ignore[method-assign, assignment]
+            setattr(TpGroup, "create", suicide)
         elif where == "capture":
-            StepRunner.capture = suicide
+            setattr(StepRunner, "capture", suicide)
         else:
             run = StepRunner.run
             kind = StepKind.PREFILL if where == "prefill" else StepKind.DECODE
@@ -191,7 +191,7 @@ def die(where: str, victim: int) -> dict[str, Any]:
                     suicide()
                 return run(self, plan)
 
-            StepRunner.run = dying
+            setattr(StepRunner, "run", dying)
     began = time.monotonic()
     engine = Engine(RuntimeConfig(model="random:tiny", device="cpu", max_batch_size=2))
     try:

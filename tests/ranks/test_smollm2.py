@@ -59,7 +59,7 @@ def decode(configurations: list[list[bool]], singles: int) -> dict[str, Any]:
         "streams": streams,
         "reports": reports,
         "digests": digests,
-        "held": [s.held for s in statistics],
+        "held": [pages.held for pages in statistics if pages is not None],
     }
 
 

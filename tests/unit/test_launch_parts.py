@@ -172,10 +172,12 @@ def test_the_bar_is_one_line_on_a_terminal() -> None:
 
 
 def test_there_is_no_bar_without_a_terminal_or_when_disabled() -> None:
-    for progress in (Progress(stream=io.StringIO()), Progress(stream=Terminal(), enabled=False)):
+    for stream in (plain := io.StringIO(), terminal := Terminal()):
+        progress = Progress(stream=stream, enabled=stream is plain)
         with progress:
             progress("load", 1, 2)
-        assert progress._stream.getvalue() == ""  # type: ignore[attr-defined]
+        assert stream.getvalue() == ""
+    assert terminal.isatty()
 
 
 def test_a_table_is_aligned() -> None:

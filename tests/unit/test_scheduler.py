@@ -104,7 +104,7 @@ class Bench:
             chunk_tokens=chunk,
             lag=lag,
             choose=lambda batch, total, longest: GraphChoice(slots, 0),
-            settle=self.settle,
+            wait_for_harvest=self.settle,
         )
 
     def settle(self) -> None:
@@ -158,7 +158,8 @@ class Bench:
 
 
 def expected(prompt: list[int], max_tokens: int, *, ignore_eos: bool = False) -> list[int]:
-    tokens, out = list(prompt), []
+    tokens = list(prompt)
+    out: list[int] = []
     while len(out) < max_tokens:
         out.append(next_token(tokens))
         tokens.append(out[-1])
