@@ -7,13 +7,10 @@ of the host is bounded, and a rank that has ended is named at once.
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import os
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, Self, cast
 
 import torch
@@ -22,7 +19,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 
 from tp_runtime.cpu_threads import cpu_threads_per_rank, requested_threads
 from tp_runtime.errors import ChannelClosed, DeadlineExceeded, PeerLost, TpGroupError
-from tp_runtime.liveness import PeerWatch
+from tp_runtime.liveness import PeerWatch, watch_peers
 from tp_runtime.process_group import (
     await_ranks,
     connect_store,
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GroupStatistics", "TpGroup", "cpu_threads_per_rank"]
 
-log = logging.getLogger(__name__)
 
 _POLLS_BEFORE_SLEEP = 200
 _POLL_S = 0.0001
@@ -108,7 +104,7 @@ class TpGroup:
         self._watch: PeerWatch | None = None
         self._shared: SharedReduce | None = None
         if size > 1:
-            self._watch = self._watch_peers()
+            self._watch = watch_peers(self._exchange, rank=rank)
             if shared_memory and self._watch is not None:
                 self._shared = SharedReduce.open(
                     self._exchange, rank=rank, size=size, timeout_s=timeout_s, watch=self._watch
@@ -436,25 +432,3 @@ class TpGroup:
 
     def _exchange(self, row: torch.Tensor) -> torch.Tensor:
         return self._host_side(self.all_gather, row)
-
-    def _watch_peers(self) -> PeerWatch | None:
-        """Watches the other processes, unless a rank cannot see the processes of all others."""
-        own = torch.tensor([os.getpid(), *_process_numbering()])
-        rows = self._exchange(own)
-        watch = None
-        if bool((rows[:, 1:] == own[1:]).all()):
-            try:
-                watch = PeerWatch(rows[:, 0].tolist(), rank=self.rank)
-            except OSError as error:
-                log.info("TP rank %d cannot watch its peers: %s", self.rank, error)
-        everyone = bool(self._exchange(torch.tensor([int(watch is not None)])).all())
-        if watch is not None and not everyone:
-            watch.close()
-            return None
-        return watch
-
-
-def _process_numbering() -> tuple[int, int]:
-    """Two numbers that are equal where process ids mean the same processes."""
-    host = hashlib.blake2b(Path("/proc/sys/kernel/random/boot_id").read_bytes(), digest_size=7)
-    return int.from_bytes(host.digest(), "little"), os.stat("/proc/self/ns/pid").st_ino

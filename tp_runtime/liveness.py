@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import logging
 import os
 import select
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+import torch
 
-__all__ = ["PeerWatch"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["PeerWatch", "watch_peers"]
+
+log = logging.getLogger(__name__)
 
 
 class PeerWatch:
@@ -50,3 +57,34 @@ class PeerWatch:
             with contextlib.suppress(KeyError):
                 self._poll.unregister(fd)
             os.close(fd)
+
+
+def watch_peers(exchange: Callable[[torch.Tensor], torch.Tensor], *, rank: int) -> PeerWatch | None:
+    """Watches the other ranks of a group, on all ranks or on none of them.
+
+    Args:
+        exchange: all-gather of an int64 row [n] to [size, n]; called twice on every rank.
+        rank: TP rank of this process.
+
+    Returns:
+        None on every rank if a rank cannot see the processes of all others.
+    """
+    own = torch.tensor([os.getpid(), *_process_numbering()])
+    rows = exchange(own)
+    watch = None
+    if bool((rows[:, 1:] == own[1:]).all()):
+        try:
+            watch = PeerWatch(rows[:, 0].tolist(), rank=rank)
+        except OSError as error:
+            log.info("TP rank %d cannot watch its peers: %s", rank, error)
+    everyone = bool(exchange(torch.tensor([int(watch is not None)])).all())
+    if watch is not None and not everyone:
+        watch.close()
+        return None
+    return watch
+
+
+def _process_numbering() -> tuple[int, int]:
+    """Two numbers that are equal where process ids mean the same processes."""
+    host = hashlib.blake2b(Path("/proc/sys/kernel/random/boot_id").read_bytes(), digest_size=7)
+    return int.from_bytes(host.digest(), "little"), os.stat("/proc/self/ns/pid").st_ino

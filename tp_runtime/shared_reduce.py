@@ -15,27 +15,23 @@ One operation is one epoch. A rank writes its slot, then its epoch word, then wa
 epoch word has come this far, and reads. Two halves are enough: a rank that writes in epoch e + 2
 has seen every rank begin e + 1, and each of them had then finished reading what e left.
 This needs stores that become visible in program order, as on x86-64, and nothing else.
-
-The memory is a memfd, which has no place in the file system. Peers open it through /proc while
-rank 0 holds it, so that nothing is left behind, however the ranks end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import mmap
 import os
 import platform
-import secrets
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from tp_runtime.errors import ChannelClosed, DeadlineExceeded, PeerLost
+from tp_runtime.shared_memory import share_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,12 +56,6 @@ _LIVENESS_S = 0.003
 _SPIN_S = 0.005  # longer waits are not part of a decode step, and sleep
 _SLEEP_S = 0.0002
 _MAX_VIEWS = 512
-
-
-class _Exchange(Protocol):
-    """Any all-gather of int64 rows, used once to agree on the memory."""
-
-    def __call__(self, row: torch.Tensor, /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +113,7 @@ class SharedReduce:
     @classmethod
     def open(
         cls,
-        exchange: _Exchange,
+        exchange: Callable[[torch.Tensor], torch.Tensor],
         *,
         rank: int,
         size: int,
@@ -134,8 +124,7 @@ class SharedReduce:
         """Maps the memory on all ranks, or on none of them.
 
         Args:
-            exchange: all-gather of an int64 row [n] to [size, n], called the same number of
-                times on every rank.
+            exchange: all-gather of an int64 row [n] to [size, n], called twice on every rank.
             rank: TP rank of this process.
             size: ranks in the group, two or more.
             timeout_s: how long an operation waits for a peer that lives.
@@ -145,34 +134,12 @@ class SharedReduce:
         Returns:
             None on every rank if any rank cannot map the memory.
         """
-        total = _data_offset(size) + 2 * size * slot_bytes
-        token = secrets.randbits(63)
-        memory: mmap.mmap | None = None
-        fd = -1
-        reason = ""
-        try:
-            if rank == 0:
-                if platform.machine() not in ("x86_64", "AMD64"):
-                    reason = f"{platform.machine()} does not order stores"
-                else:
-                    try:
-                        fd, memory = _make(total, token, size)
-                    except OSError as error:
-                        reason = f"memfd: {error}"
-            offer = exchange(torch.tensor([os.getpid(), fd, token, total]))[0].tolist()
-            if rank != 0 and offer[1] >= 0:
-                try:
-                    memory = _attach(offer[0], offer[1], token=offer[2], total=total, size=size)
-                except OSError as error:
-                    reason = f"memory of TP rank 0: {error}"
-            mapped = exchange(torch.tensor([int(memory is not None)]))
-        finally:
-            if fd >= 0:
-                os.close(fd)
-        if memory is None or not bool(mapped.all()):
-            log.info("no shared-memory collectives: %s", reason or "another rank cannot map it")
-            if memory is not None:
-                memory.close()
+        nbytes = _data_offset(size) + 2 * size * slot_bytes
+        if platform.machine() not in ("x86_64", "AMD64"):
+            log.info("%s does not order stores: no collectives over memory", platform.machine())
+            nbytes = 0
+        memory = share_memory(exchange, rank=rank, nbytes=nbytes)
+        if memory is None:
             return None
         return cls(
             memory, rank=rank, size=size, slot_bytes=slot_bytes, timeout_s=timeout_s, watch=watch
@@ -415,41 +382,5 @@ def _doze() -> None:
 
 
 def _data_offset(size: int) -> int:
-    used = size * (_LINE_BYTES + _TEXT_BYTES) + 8  # the token lies before the slots
+    used = size * (_LINE_BYTES + _TEXT_BYTES)
     return -(-used // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _token_word(size: int) -> int:
-    return _data_offset(size) // 8 - 1
-
-
-def _make(total: int, token: int, size: int) -> tuple[int, mmap.mmap]:
-    fd = os.memfd_create("tp_runtime_reduce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, total)
-        # Of fixed size: memory that shrinks would kill the others with SIGBUS.
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        memory = mmap.mmap(fd, total)
-    except OSError:
-        os.close(fd)
-        raise
-    memoryview(memory).cast("Q")[_token_word(size)] = token
-    return fd, memory
-
-
-def _attach(pid: int, fd: int, *, total: int, token: int, size: int) -> mmap.mmap:
-    """Maps what another process holds open, and makes sure that it is what was meant.
-
-    The number of a process may mean another process in another PID namespace.
-    """
-    own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-    try:
-        if os.fstat(own).st_size != total:
-            raise OSError(f"{os.fstat(own).st_size} bytes, expected {total}")
-        memory = mmap.mmap(own, total)
-    finally:
-        os.close(own)
-    if memoryview(memory).cast("Q")[_token_word(size)] != token:
-        memory.close()
-        raise OSError("not the memory of this group")
-    return memory

@@ -30,6 +30,7 @@ This module imports no torch.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import importlib.util
 import inspect
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 __all__ = ["RankExit", "RanksFailed", "run_ranks"]
 
 _RUN_DIRECTORY = "TP_RUNTIME_TEST_RUN_DIR"
+_PARENT = "TP_RUNTIME_TEST_PARENT"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TAIL_BYTES = 4000
 _STACKS_BEFORE_KILL_S = 1.0
 _SURVIVORS_AFTER_FAILURE_S = 5.0
@@ -217,6 +220,7 @@ def _run(
                 "PYTHONUNBUFFERED": "1",
                 **env,
                 _RUN_DIRECTORY: str(folder),
+                _PARENT: str(os.getpid()),
             }
             with (folder / f"rank-{rank}.log").open("wb") as output:
                 processes.append(
@@ -312,7 +316,17 @@ def _load_module(name: str, path: str) -> ModuleType:
     return module
 
 
+def _end_with_parent(parent: int) -> None:
+    """Lets the kernel kill this rank when the process that started it dies, however it dies."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it died before that
+        sys.exit(f"the process {parent} that started this rank has ended")
+
+
 def _main() -> None:
+    _end_with_parent(int(os.environ[_PARENT]))
     folder = Path(os.environ[_RUN_DIRECTORY])
     call = json.loads((folder / "call.json").read_text())
     faulthandler.enable()

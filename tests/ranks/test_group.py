@@ -21,6 +21,7 @@ from tp_runtime.errors import ChannelClosed, DeadlineExceeded, PeerLost, TpGroup
 from tp_runtime.group import TpGroup
 from tp_runtime.process_group import connect_store
 from tp_runtime.ranks import RankInfo
+from tp_runtime.shared_memory import MEMORY_NAME
 from tp_runtime.testing import run_ranks
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def wait_for_file(name: str) -> None:
 
 def memory_maps() -> list[str]:
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return [line for line in lines if "tp_runtime_reduce" in line]
+    return [line for line in lines if MEMORY_NAME in line]
 
 
 def descriptors() -> list[str]:

@@ -56,6 +56,13 @@ def one_hangs_with_a_child(pid_file: str) -> None:
         child.wait()
 
 
+def say_who_and_wait(folder: str) -> None:
+    unfinished = Path(folder) / f"{os.environ['RANK']}.tmp"
+    unfinished.write_text(str(os.getpid()))
+    unfinished.rename(unfinished.with_suffix(".pid"))
+    time.sleep(600)
+
+
 def not_json() -> object:
     return {1, 2}
 
@@ -115,8 +122,37 @@ def test_the_deadline_kills_all_and_shows_where_they_were(tmp_path: Path) -> Non
     assert time.monotonic() - started < 20
     assert "in one_hangs_with_a_child" in caught.value.exits[1].output
     # The child of the rank went with it, or is a zombie that nobody has waited for yet.
-    status = Path(f"/proc/{pid_file.read_text()}/status")
-    assert not status.exists() or "State:\tZ" in status.read_text()
+    assert not is_running(int(pid_file.read_text()))
+
+
+def test_ranks_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_testing import say_who_and_wait\n"
+        "from tp_runtime.testing import run_ranks\n"
+        f"run_ranks(say_who_and_wait, 2, 300, args=({str(tmp_path)!r},))\n"
+    )
+    root = str(Path(__file__).resolve().parents[2])
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": root, "TMPDIR": str(tmp_path)},
+    ) as starter:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.pid"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        starter.kill()
+    pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_result_must_be_json() -> None:
