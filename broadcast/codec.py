@@ -13,6 +13,7 @@ from __future__ import annotations
 import array
 import struct
 import sys
+import threading
 from typing import Any, TypeAlias
 
 import msgpack
@@ -35,6 +36,13 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes, bytearray, memoryview})
 
 
+class _Local(threading.local):
+    """A packer for each thread: making one allocates a buffer far larger than a step message."""
+
+    def __init__(self) -> None:
+        self.packer = msgpack.Packer(default=_default, strict_types=True)
+
+
 def encode(message: Message) -> bytes:
     """Encode a message.
 
@@ -43,8 +51,9 @@ def encode(message: Message) -> bytes:
     """
     _check(message, "$", 0)
     try:
-        packed: bytes = msgpack.packb(message, default=_default, strict_types=True)
+        packed: bytes = _local.packer.pack(message)
     except (OverflowError, UnicodeEncodeError, ValueError, TypeError, BufferError) as error:
+        _local.packer.reset()  # it keeps what it had packed by then
         raise ProtocolError(f"message cannot be encoded: {_culprit(message, '$')}{error}") from None
     return packed
 
@@ -201,3 +210,6 @@ def field(body: Message, name: str, kind: type) -> Any:
 
 if sys.byteorder != "little":  # pragma: no cover
     raise ImportError("tp_runtime.broadcast is written for little-endian hosts")
+
+
+_local = _Local()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Protocol
 
@@ -85,7 +86,8 @@ def run(
     Args:
         make_engine: builds the engine; None = `tp_runtime.engine.Engine`.
     """
-    config = RuntimeConfig.resolve(args, on_failure="exit").config
+    resolved = RuntimeConfig.resolve(args, on_failure="exit")
+    config = resolved.config
     if config.model is None:
         raise ConfigError("no model: expected --model smollm2, a path, or random:<named config>")
     info = RankInfo.from_env(tp_size=config.tp_size)
@@ -99,6 +101,11 @@ def run(
             )
         # only one rank may read it, and the others have nothing to check
         prompts = read_stdin() if info.tp_rank == 0 else ()
+    elif resolved.sources["max_batch_size"] == "default" and prompts:
+        # every rank knows how many there are: fewer buckets to measure and to capture
+        config = dataclasses.replace(
+            config, max_batch_size=min(config.max_batch_size, len(prompts))
+        )
 
     engine = (make_engine or _engine)(config)
     try:

@@ -58,6 +58,9 @@ class DeviceState:
         Raises:
             ProtocolError: a slot, a table index or the number of rows is out of range.
         """
+        if plan.rows is None and not (plan.admits or plan.blocks or plan.chunks):
+            self._check_base(plan, self._rows)  # steady decode: nothing changed
+            return self._rows
         self._check(plan)
         if plan.admits:
             self._apply_admits(plan)
@@ -76,9 +79,9 @@ class DeviceState:
             return SamplerMode.GREEDY
         return SamplerMode(int(self._host_mode[list(slots)].max()))
 
-    def advance_host(self, slots: tuple[int, ...]) -> None:
-        """Mirror what a decode step does to `length` on the device."""
-        self.host_length[list(slots)] += 1
+    def advance_host(self, index: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+        """Mirror what a decode step does to `length` of these slots on the device."""
+        self.host_length[index] += 1
 
     def _check(self, plan: StepPlan) -> None:
         touched = [entry.slot for entry in plan.blocks]
@@ -90,16 +93,19 @@ class DeviceState:
             raise ProtocolError(
                 f"step {plan.step} names slots {bad}, expected 0 <= slot < {self.slots}"
             )
-        rows = self._rows if plan.rows is None else plan.rows
+        self._check_base(plan, self._rows if plan.rows is None else plan.rows)
+        width = self.block_table.shape[1] // self._pages_per_block
+        wide = [entry.index for entry in plan.blocks if not 0 <= entry.index < width]
+        if wide:
+            raise ProtocolError(f"step {plan.step} sets table entries {wide} of {width}")
+
+    @staticmethod
+    def _check_base(plan: StepPlan, rows: tuple[int, ...]) -> None:
         if len(rows) != plan.num_rows:
             raise ProtocolError(
                 f"step {plan.step} decodes {plan.num_rows} rows, but this rank holds {len(rows)}: "
                 "its base is another step"
             )
-        width = self.block_table.shape[1] // self._pages_per_block
-        wide = [entry.index for entry in plan.blocks if not 0 <= entry.index < width]
-        if wide:
-            raise ProtocolError(f"step {plan.step} sets table entries {wide} of {width}")
 
     def _apply_admits(self, plan: StepPlan) -> None:
         index = torch.tensor([admit.slot for admit in plan.admits], device=self.device)

@@ -214,7 +214,7 @@ class Engine:
             BroadcastError: a rank was lost; the engine has failed on every rank.
             HarvestError: tokens could not be delivered; the requests it names were aborted.
         """
-        return self._root_loop().step(self._terminal())
+        return self._root_loop().step(self._terminal)
 
     def generate(
         self,

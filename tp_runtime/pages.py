@@ -121,6 +121,8 @@ class PagePool:
         """Step `step` and all before it can no longer read anything."""
         with self._lock:
             self._completed = max(self._completed, step)
+            if not self._deferred:
+                return
             waiting: deque[tuple[int, tuple[int, ...]]] = deque()
             for after, blocks in self._deferred:
                 if after <= self._completed:

@@ -21,19 +21,26 @@ if TYPE_CHECKING:
 
 
 class TextStream(Protocol):
-    """Turns tokens into text as they come; never gives half a character."""
+    """Turns the tokens of one sequence into text as they come."""
 
-    def push(self, token_id: int) -> str: ...
+    def push(self, token_id: int) -> str:
+        """Add one id; the text that is certain now, often "" inside a character."""
+        ...
 
-    def flush(self) -> str: ...
+    def flush(self) -> str:
+        """The rest, when no more ids will come; an unfinished character becomes U+FFFD."""
+        ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, eq=False)
 class RequestOutput:
-    """A request as far as it has come.
+    """A request as far as it has come. To be read only.
+
+    One is made for every token, so it is not a frozen dataclass, and it does not copy the tokens:
+    they only grow, and it remembers how many there were.
 
     Args:
-        token_ids: all generated tokens so far, a final EOS included.
+        tokens, count: all generated tokens are the first `count` of `tokens`.
         text: all text so far; ends before a stop string. Empty without a tokenizer.
         new_text: what `text` gained since the output before.
         finish_reason: "eos", "length", "stop" or "abort"; None while it runs.
@@ -42,12 +49,21 @@ class RequestOutput:
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
+    tokens: list[int] = field(repr=False)
+    count: int
     text: str
     new_text: str
-    finished: bool
     finish_reason: str | None
     error: str | None = None
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """All generated tokens so far, a final EOS included."""
+        return tuple(self.tokens[: self.count])
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
 
 
 class OutputStream:
@@ -95,7 +111,7 @@ class OutputStream:
             self._text += self._text_stream.push(token_id)
         if is_eos:
             self.finish_reason = "eos"
-        elif self._cut_at_stop_string():
+        elif self._stop and self._cut_at_stop_string():
             self.finish_reason = "stop"
         elif len(self.token_ids) >= self._max_new_tokens:
             self.finish_reason = "length"
@@ -114,7 +130,8 @@ class OutputStream:
         return self._output()
 
     def _cut_at_stop_string(self) -> bool:
-        found = [at for at in (self._text.find(text) for text in self._stop) if at >= 0]
+        # what was emitted holds no begin of a stop string, so nothing before it is searched
+        found = [at for at in (self._text.find(s, self._emitted) for s in self._stop) if at >= 0]
         if found:
             self._text = self._text[: min(found)]
         return bool(found)
@@ -126,14 +143,14 @@ class OutputStream:
         new_text = self._text[self._emitted : end]
         self._emitted = end
         return RequestOutput(
-            request_id=self.request_id,
-            prompt_token_ids=self.prompt_token_ids,
-            token_ids=tuple(self.token_ids),
-            text=self._text[:end],
-            new_text=new_text,
-            finished=self.finished,
-            finish_reason=self.finish_reason,
-            error=self.error,
+            self.request_id,
+            self.prompt_token_ids,
+            self.token_ids,
+            len(self.token_ids),
+            self._text[:end],
+            new_text,
+            self.finish_reason,
+            self.error,
         )
 
 
@@ -147,6 +164,7 @@ class Request:
         max_new_tokens: bounded by the model's length as well.
         computed: tokens whose keys and values are planned to be in the cache.
         planned: generated tokens that are planned or done.
+        prefilled: all of `to_prefill` is planned, so it decodes from the next step on.
     """
 
     request_id: str
@@ -159,11 +177,8 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     planned: int = 0
+    prefilled: bool = False
     retired: bool = False
-
-    @property
-    def prefilling(self) -> bool:
-        return self.computed < len(self.to_prefill)
 
     def restart(self) -> None:
         """After a preemption: all tokens known so far are to be computed again."""
@@ -173,6 +188,7 @@ class Request:
         self.slot = -1
         self.blocks = []
         self.computed = 0
+        self.prefilled = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

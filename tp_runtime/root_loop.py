@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 import torch
@@ -16,14 +18,12 @@ from tp_runtime.requests import Harvest, OutputStream, Request, RequestOutput, S
 from tp_runtime.sampling import SEED_LIMIT
 from tp_runtime.scheduler import GraphChoice, Scheduler
 from tp_runtime.staging import StagingRing
-from tp_runtime.step_plan import StepKind, StepPlan
+from tp_runtime.step_plan import StepKind
 from tp_runtime.step_times import Phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
-
-    from torch import Tensor
 
     from tp_runtime.broadcast import CpuTpBroadcaster
     from tp_runtime.config import RuntimeConfig
@@ -32,10 +32,21 @@ if TYPE_CHECKING:
     from tp_runtime.requests import TextStream
     from tp_runtime.sampling import SamplingParams
     from tp_runtime.scheduler import SchedulerStatistics
+    from tp_runtime.staging import StagingLease
     from tp_runtime.startup import RankRuntime
     from tp_runtime.step_times import StepTimes
 
+log = logging.getLogger(__name__)
+
 STEPS_IN_FLIGHT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ran:
+    """A step that has run (or, on a GPU, was enqueued) and is still to be harvested."""
+
+    snapshot: Snapshot
+    lease: StagingLease | None
 
 
 class Tokenizer(Protocol):
@@ -71,6 +82,7 @@ class RootLoop:
             STEPS_IN_FLIGHT + 1, shape=(runtime.sizes.slots,), dtype=torch.int64, device=device
         )
         self._harvest = Harvest()
+        plan = runtime.decision.plan
         self._pool = PagePool(runtime.sizes.num_blocks)
         self._scheduler = Scheduler(
             pool=self._pool,
@@ -80,11 +92,19 @@ class RootLoop:
             chunk_tokens=config.prefill_chunk_tokens,
             lag=STEPS_IN_FLIGHT if config.async_decode else 1,
             choose=self._choose,
-            wait_for_harvest=self._async.sync,
+            wait_for_harvest=self._harvest_all,
         )
         self._live: dict[str, Request] = {}
         self._ids = itertools.count()
         self._graph_misses: dict[str, int] = {}
+        # asked once: what was captured does not change, and no batch exceeds its bucket
+        self._unusable = {
+            (bucket, variant): runtime.runner.can_run(bucket, bucket, variant)[1]
+            for bucket in plan.buckets
+            for variant in range(len(plan.variants(bucket)))
+        }
+        self._ran: Ran | None = None
+        self._late_error: HarvestError | None = None
 
     @property
     def unfinished(self) -> int:
@@ -131,24 +151,37 @@ class RootLoop:
         self._scheduler.abort(request)
         return True
 
-    def step(self, terminal: AbstractContextManager[None]) -> list[RequestOutput]:
+    def step(self, terminal: Callable[[], AbstractContextManager[None]]) -> list[RequestOutput]:
         """One step on every rank.
 
         Args:
-            terminal: what fails inside it ends the engine; a failed harvest ends only requests.
+            terminal: makes a context in which a failure ends the engine; a failed harvest ends only
+                the requests it was for.
 
         Raises:
             HarvestError: tokens of an earlier step could not be delivered.
         """
-        with terminal:
+        self._finish_harvest()
+        with terminal():
             step = self._scheduler.step
             self._times.begin(step)
             with self._times.measure(step, Phase.PLAN):
                 plan, snapshot = self._scheduler.next_step()
             with self._times.measure(step, Phase.PUBLISH):
                 self._channel.publish(plan.to_message())
+        # only now: the worker shares the interpreter with this thread, and while it plans and
+        # publishes every peer waits for it, but while the model runs the interpreter is idle
+        self._start_harvest()
+        with terminal():
             tokens = self._runtime.runner.run(plan)
-        self._launch_harvest(plan, snapshot, tokens)
+            lease = None if tokens is None else self._ring.stage(tokens)
+        self._ran = Ran(snapshot=snapshot, lease=lease)
+        if not self._in_flight or plan.kind is StepKind.IDLE:
+            self._start_harvest()
+            self._finish_harvest()
+        if self._late_error is not None:
+            error, self._late_error = self._late_error, None
+            raise error
         return self.take_outputs()
 
     def stop(self) -> None:
@@ -167,6 +200,10 @@ class RootLoop:
         return outputs
 
     def close(self) -> None:
+        """Harvest what has run and end the worker."""
+        self._harvest_all()
+        if self._late_error is not None:
+            log.error("at close: %s", self._late_error)
         self._async.close()
 
     def check_no_leaks(self) -> None:
@@ -213,31 +250,39 @@ class RootLoop:
         if choice.bucket is None:
             reason = "batch beyond the largest bucket"
         else:
-            able, reason = self._runtime.runner.can_run(batch_size, choice.bucket, choice.variant)
-            if able:
+            reason = self._unusable[choice.bucket, choice.variant]
+            if not reason:
                 return GraphChoice(choice.bucket, choice.variant)
         self._graph_misses[reason] = self._graph_misses.get(reason, 0) + 1
         return GraphChoice(None, 0)
 
-    def _launch_harvest(self, plan: StepPlan, snapshot: Snapshot, sampled: Tensor | None) -> None:
-        lease = None if sampled is None else self._ring.stage(sampled)
+    def _start_harvest(self) -> None:
+        """Harvest the step that ran last, on the worker, which is idle."""
+        ran, self._ran = self._ran, None
+        if ran is not None:
+            self._async.launch(lambda: self._harvest_step(ran))
 
-        def harvest() -> None:
-            with self._times.measure(plan.step, Phase.HARVEST):
-                try:
-                    tokens = [] if lease is None else [int(token) for token in lease.read()]
-                    self._harvest.run(snapshot, tokens)
-                except Exception as error:
-                    aborted = self._harvest.fail(snapshot, error)
-                    raise HarvestError(
-                        f"step {snapshot.step}: {error!r}; aborted requests: {aborted}"
-                    ) from error
+    def _finish_harvest(self) -> None:
+        """Wait for the worker. Raises HarvestError."""
+        self._async.sync()
 
-        try:
-            self._async.launch(harvest)
-        except HarvestError:
-            # that was the step before; this step's tokens must still come out
-            self._async.launch(harvest)
-            raise
-        if not self._in_flight or plan.kind is StepKind.IDLE:
-            self._async.sync()
+    def _harvest_all(self) -> None:
+        """Harvest every step that has run; an error of it is raised at the end of `step`."""
+        for _ in range(STEPS_IN_FLIGHT):
+            try:
+                self._finish_harvest()
+                self._start_harvest()
+                self._finish_harvest()
+            except HarvestError as error:
+                self._late_error = error
+
+    def _harvest_step(self, ran: Ran) -> None:
+        with self._times.measure(ran.snapshot.step, Phase.HARVEST):
+            try:
+                tokens = [] if ran.lease is None else cast("list[int]", ran.lease.read())
+                self._harvest.run(ran.snapshot, tokens)
+            except Exception as error:
+                aborted = self._harvest.fail(ran.snapshot, error)
+                raise HarvestError(
+                    f"step {ran.snapshot.step}: {error!r}; aborted requests: {aborted}"
+                ) from error

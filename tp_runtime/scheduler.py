@@ -121,8 +121,8 @@ class Scheduler:
         """Plan one step; IDLE when nothing can run."""
         self._collect(self._step - self._lag)
         decoding = self._plan_decode()
-        chunks, prefilled = self._plan_prefill()
-        sampled = [*decoding, *(r for r in prefilled if not r.prefilling)]
+        chunks, worked_on = self._plan_prefill()
+        sampled = [*decoding, *(request for request in worked_on if request.prefilled)]
         aborted, self._aborting = tuple(self._aborting), []
         plan = self._build(decoding, chunks)
         snapshot = Snapshot(step=self._step, sampled=tuple(sampled), aborted=aborted)
@@ -177,29 +177,31 @@ class Scheduler:
         heapq.heappush(self._free_slots, request.slot)
 
     def _plan_decode(self) -> list[Request]:
-        ready = [request for request in self._running if not request.prefilling]
-        # a row that grows may end or preempt another one, before it or after it
-        grown = [r for r in ready if self._runs(r) and self._grow(r, r.computed + 1)]
-        decoding = [request for request in grown if self._runs(request)]
+        decoding = [request for request in self._running if request.prefilled]
+        size = self._block_size
+        if any(request.computed >= len(request.blocks) * size for request in decoding):
+            # a row that grows may end or preempt another one, before it or after it
+            grown = [r for r in decoding if self._runs(r) and self._grow(r, r.computed + 1)]
+            decoding = [request for request in grown if self._runs(request)]
         for request in decoding:
             request.computed += 1
         return decoding
 
     def _plan_prefill(self) -> tuple[list[Chunk], list[Request]]:
         chunks: list[Chunk] = []
-        prefilled: list[Request] = []
+        worked_on: list[Request] = []
         budget = self._chunk_tokens
-        for request in [r for r in self._running if r.prefilling]:
-            if budget > 0:
+        for request in self._running:
+            if budget > 0 and not request.prefilled:
                 chunks.append(self._chunk(request, budget))
-                prefilled.append(request)
+                worked_on.append(request)
                 budget -= len(chunks[-1].token_ids)
         while budget > 0 and self._waiting and self._admit(self._waiting[0]):
             request = self._waiting.popleft()
             chunks.append(self._chunk(request, budget))
-            prefilled.append(request)
+            worked_on.append(request)
             budget -= len(chunks[-1].token_ids)
-        return chunks, prefilled
+        return chunks, worked_on
 
     def _admit(self, request: Request) -> bool:
         """Give a waiting request a slot and the blocks of its whole prompt, or leave it."""
@@ -221,9 +223,8 @@ class Scheduler:
         start = request.computed
         token_ids = request.to_prefill[start : start + budget]
         request.computed += len(token_ids)
-        return Chunk(
-            slot=request.slot, start=start, token_ids=token_ids, samples=not request.prefilling
-        )
+        request.prefilled = request.computed == len(request.to_prefill)
+        return Chunk(slot=request.slot, start=start, token_ids=token_ids, samples=request.prefilled)
 
     def _grow(self, request: Request, tokens: int) -> bool:
         """Hold blocks for `tokens`; False if the request ended or was preempted instead."""

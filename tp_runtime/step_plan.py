@@ -116,9 +116,7 @@ class StepPlan:
 
     def to_message(self) -> list[Any]:
         """The form that travels: small integers and arrays in a fixed order."""
-        blocks = np.array(
-            [(entry.slot, entry.index, entry.block) for entry in self.blocks], dtype=np.int32
-        ).reshape(-1)
+        blocks = [(entry.slot, entry.index, entry.block) for entry in self.blocks]
         return [
             self.step,
             int(self.kind),
@@ -126,9 +124,9 @@ class StepPlan:
             self.variant,
             self.num_rows,
             None if self.rows is None else np.array(self.rows, dtype=np.int32),
-            blocks if len(blocks) else None,
-            [admit.to_message() for admit in self.admits],
-            [chunk.to_message() for chunk in self.chunks],
+            np.array(blocks, dtype=np.int32).reshape(-1) if blocks else None,
+            [admit.to_message() for admit in self.admits] or None,
+            [chunk.to_message() for chunk in self.chunks] or None,
         ]
 
     @classmethod
@@ -152,7 +150,7 @@ class StepPlan:
             variant=int(variant),
             num_rows=int(num_rows),
             rows=None if rows is None else tuple(int(slot) for slot in rows),
-            admits=tuple(Admit.from_message(entry) for entry in admits),
+            admits=tuple(Admit.from_message(entry) for entry in admits or ()),
             blocks=tuple(BlockEntry(slot=s, index=i, block=b) for s, i, b in flat),
-            chunks=tuple(Chunk.from_message(entry) for entry in chunks),
+            chunks=tuple(Chunk.from_message(entry) for entry in chunks or ()),
         )

@@ -49,6 +49,16 @@ class GraphStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Slots that decode together, in every form that a step needs. index: int64 on the host."""
+
+    rows: tuple[int, ...]
+    index: np.ndarray[tuple[int], np.dtype[np.int64]]
+    slots: Tensor
+    mode: SamplerMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerStatistics:
     """Steps by how they ran. `eager_decode_steps` are pure decode steps without a bucket."""
 
@@ -96,6 +106,8 @@ class StepRunner:
         self._vocab_sizes = gather_vocab_sizes(
             group, shape.vocab_end - shape.vocab_start, state.device
         )
+        self._batch: Batch | None = None
+        self._filled_bucket: int | None = None
         self._next_step = 0
         self._graph_steps = self._eager_steps = self._prefill_steps = self._mixed_steps = 0
         self._padded_rows = 0
@@ -135,6 +147,8 @@ class StepRunner:
             return None
         with self._times.measure(plan.step, Phase.PREPARE):
             rows = self._state.apply(plan)
+            if plan.admits:
+                self._batch = None  # the same slots may now be other requests
         if plan.kind is StepKind.DECODE:
             return self._decode(plan, rows)
         return self._mixed(plan, rows)
@@ -153,40 +167,63 @@ class StepRunner:
         )
 
     def _decode(self, plan: StepPlan, rows: tuple[int, ...]) -> Tensor:
-        mode = self._state.sampler_mode(rows)
         with self._times.measure(plan.step, Phase.PREPARE):
-            step = self._decode_step(rows, plan.bucket, plan.variant)
+            batch = self._batch_of(rows)
+            step = self._decode_step(batch, plan.bucket, plan.variant)
             backend = prepare_decode_backend(self._plan, step, backends=self._backends)
-            slots = torch.tensor(rows, dtype=torch.int64)
             if plan.bucket is not None:
-                graph_step = GraphStep(
-                    batch_size=len(rows),
-                    bucket=plan.bucket,
-                    variant=plan.variant * SAMPLERS + mode,
-                )
-                able, reason = self._graphs.can_run(graph_step)
-                if not able:
-                    raise CaptureError(
-                        f"rank {self._group.rank}: step {plan.step} replays bucket {plan.bucket} "
-                        f"variant {plan.variant}, but {reason}"
-                    )
-                self._slots[: len(rows)].copy_(slots, non_blocking=True)
-                self._slots[len(rows) : plan.bucket] = self._state.dummy_slot
+                self._fill_slots(batch, plan.bucket)
         with self._times.measure(plan.step, Phase.MODEL):
             if plan.bucket is None:
                 self._eager_steps += 1
-                tokens = self._decode_rows(slots.to(self._state.device), backend, mode)
+                tokens = self._decode_rows(batch.slots, backend, batch.mode)
             else:
                 self._graph_steps += 1
                 self._padded_rows += plan.bucket - len(rows)
-                tokens = self._graphs.replay(graph_step)
-        self._state.advance_host(rows)
+                tokens = self._replay(plan, batch, plan.bucket)
+        self._state.advance_host(batch.index)
         return tokens[: len(rows)]
 
-    def _decode_step(self, rows: tuple[int, ...], bucket: int | None, variant: int) -> DecodeStep:
-        kv_lens = np.ones(bucket or len(rows), dtype=np.int32)
-        kv_lens[: len(rows)] = self._state.host_length[list(rows)] + 1
-        return DecodeStep(batch_size=len(rows), kv_lens=kv_lens, bucket=bucket, variant=variant)
+    def _batch_of(self, rows: tuple[int, ...]) -> Batch:
+        """The batch of these slots; the one of the step before where they are the same."""
+        if self._batch is None or self._batch.rows is not rows:
+            index = np.array(rows, dtype=np.int64)
+            self._batch = Batch(
+                rows=rows,
+                index=index,
+                slots=torch.from_numpy(index).to(self._state.device),
+                mode=self._state.sampler_mode(rows),
+            )
+            self._filled_bucket = None
+        return self._batch
+
+    def _fill_slots(self, batch: Batch, bucket: int) -> None:
+        """Put the batch into the static buffer; every row beyond it is the dummy slot's."""
+        if self._filled_bucket != bucket:
+            self._slots[: len(batch.rows)].copy_(batch.slots)
+            self._slots[len(batch.rows) : bucket] = self._state.dummy_slot
+            self._filled_bucket = bucket
+
+    def _decode_step(self, batch: Batch, bucket: int | None, variant: int) -> DecodeStep:
+        count = len(batch.rows)
+        kv_lens = np.ones(bucket or count, dtype=np.int32)
+        kv_lens[:count] += self._state.host_length[batch.index]
+        return DecodeStep(batch_size=count, kv_lens=kv_lens, bucket=bucket, variant=variant)
+
+    def _replay(self, plan: StepPlan, batch: Batch, bucket: int) -> Tensor:
+        step = GraphStep(
+            batch_size=len(batch.rows),
+            bucket=bucket,
+            variant=plan.variant * SAMPLERS + batch.mode,
+        )
+        able, reason = self._graphs.can_run(step)
+        if not able:
+            raise CaptureError(
+                f"rank {self._group.rank}: step {plan.step} replays bucket {bucket} variant "
+                f"{plan.variant}, but {reason}"
+            )
+        tokens: Tensor = self._graphs.replay(step)
+        return tokens
 
     def _graph_step(self, inputs: dict[str, Tensor], bucket: int, variant: int) -> Tensor:
         """The step function that is captured; also runs as it is on a CPU."""
@@ -235,9 +272,10 @@ class StepRunner:
             tokens, positions, cache_rows = [], [], []
             if rows:
                 self._mixed_steps += 1
-                step = self._decode_step(rows, None, 0)
+                batch = self._batch_of(rows)
+                step = self._decode_step(batch, None, 0)
                 backend = prepare_decode_backend(self._plan, step, backends=self._backends)
-                slots = torch.tensor(rows, dtype=torch.int64, device=device)
+                slots = batch.slots
                 positions.append(state.length[slots])
                 tokens.append(state.last_token[slots])
                 decode, written = self._decode_part(slots, positions[0], backend)
@@ -264,8 +302,8 @@ class StepRunner:
             where = torch.cat(positions)
             hidden = self._model.forward(torch.cat(tokens), where, attention)
             sampled = self._sample_mixed(plan, rows, last_rows, hidden, where)
-        state.advance_host(rows)
         if rows:
+            state.advance_host(batch.index)
             state.length[slots] += 1
         for chunk in plan.chunks:
             state.length[chunk.slot] = chunk.end

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
 
 class Phase(IntEnum):
-    """Parts of a step on the host. RECEIVE is a peer's; PLAN, PUBLISH and HARVEST are rank 0's."""
+    """Parts of a step on the host. RECEIVE is a peer's; PLAN, PUBLISH and HARVEST are rank 0's.
+
+    HARVEST is processor time of the worker, which runs beside the model; the others are wall time.
+    """
 
     PLAN = 0
     PUBLISH = 1
@@ -38,21 +40,46 @@ class StepTimeStatistics:
     outside_model_us: float | None
 
 
+class _Span:
+    """Adds the time of a `with` block to one phase. One for each phase, used again and again,
+    since a step has several and each is measured in every step."""
+
+    __slots__ = ("_began_ns", "_clock_ns", "_column", "_step")
+
+    def __init__(
+        self, column: np.ndarray[Any, np.dtype[np.int64]], clock_ns: Callable[[], int]
+    ) -> None:
+        self._column = column
+        self._clock_ns = clock_ns
+        self._step = self._began_ns = 0
+
+    def at(self, step: int) -> Self:
+        self._step = step
+        return self
+
+    def __enter__(self) -> None:
+        self._began_ns = self._clock_ns()
+
+    def __exit__(self, *error: object) -> None:
+        spent_ns = self._clock_ns() - self._began_ns
+        self._column[self._step % len(self._column)] += spent_ns
+
+
+def _clock_of(phase: Phase) -> Callable[[], int]:
+    return time.thread_time_ns if phase is Phase.HARVEST else time.perf_counter_ns
+
+
 class StepTimes:
-    """A ring of phase times. `harvest` may be timed by another thread than the rest."""
+    """A ring of phase times. Each phase is measured by one thread, not always the same for all."""
 
     def __init__(self, capacity: int = 4096) -> None:
         self._ns = np.zeros((capacity, len(Phase)), dtype=np.int64)
+        self._spans = [_Span(self._ns[:, phase], _clock_of(phase)) for phase in Phase]
         self._steps = 0
 
-    @contextmanager
-    def measure(self, step: int, phase: Phase) -> Iterator[None]:
-        """Add the time of the block to a phase of a step."""
-        begin = time.perf_counter_ns()
-        try:
-            yield
-        finally:
-            self.add(step, phase, time.perf_counter_ns() - begin)
+    def measure(self, step: int, phase: Phase) -> _Span:
+        """A context that adds its time to a phase of a step; not to be nested in itself."""
+        return self._spans[phase].at(step)
 
     def add(self, step: int, phase: Phase, nanoseconds: int) -> None:
         """Add time that was measured elsewhere."""

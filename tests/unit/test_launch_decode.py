@@ -104,10 +104,10 @@ class FakeEngine:
         return RequestOutput(
             request_id=name,
             prompt_token_ids=prompt,
-            token_ids=done,
+            tokens=list(done),
+            count=len(done),
             text=text,
             new_text=text[-1:],
-            finished=finished,
             finish_reason="length" if finished else None,
         )
 

