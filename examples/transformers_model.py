@@ -89,6 +89,8 @@ def tiny_llama() -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=256,
+        initializer_range=0.3,
+        eos_token_id=None,
     )
     return LlamaForCausalLM(config).eval()
 
