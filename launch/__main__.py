@@ -38,6 +38,15 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     return parser, verbs
 
 
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("tp-runtime")
+    except PackageNotFoundError:
+        return "(a checkout that is not installed)"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Returns its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -47,9 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser, verbs = build_parser()
             args = parse(parser, verbs, words)
             if args.version:
-                from importlib.metadata import version
-
-                sys.stdout.write(f"tp-runtime {version('tp-runtime')}\n")
+                sys.stdout.write(f"tp-runtime {_version()}\n")
                 return exits.OK
             if args.verb is None:
                 raise exits.UsageError(f"expected a verb: {', '.join(VERBS)}; see 'tp-runtime -h'")

@@ -179,9 +179,7 @@ class TpGroup:
         """
         kinds = {kind.type for kind in pg._device_types}
         if device is None:
-            on_gpu = "cuda" in kinds and torch.cuda.is_available()
-            device = torch.device("cuda", torch.cuda.current_device() if on_gpu else 0)
-            device = device if on_gpu else torch.device("cpu")
+            device = _served_device(pg, kinds)
         if device.type not in kinds:
             raise TpGroupError(
                 f"the process group serves {', '.join(sorted(kinds))}, but the device of rank "
@@ -432,3 +430,12 @@ class TpGroup:
 
     def _exchange(self, row: torch.Tensor) -> torch.Tensor:
         return self._host_side(self.all_gather, row)
+
+
+def _served_device(pg: dist.ProcessGroup, kinds: set[str]) -> torch.device:
+    """The current GPU where the group has a backend made for it; gloo only copies for one."""
+    if "cuda" in kinds and torch.cuda.is_available():
+        gpu = torch.device("cuda", torch.cuda.current_device())
+        if pg._get_backend(gpu).name() != "gloo":
+            return gpu
+    return torch.device("cpu")
