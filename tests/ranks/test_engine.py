@@ -151,7 +151,7 @@ def leftovers(runner: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_replayed_plans_give_the_same_bits_and_no_block_is_lost(tp_size: int) -> None:
     results = run_ranks(replay, tp_size, 240)
     root = results[0]
@@ -214,8 +214,23 @@ def die(where: str, victim: int) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("where", ["join", "capture", "prefill", "decode"])
-@pytest.mark.parametrize(("tp_size", "victim"), [(2, 1), (3, 2), (2, 0)])
+@pytest.mark.parametrize(
+    ("where", "tp_size", "victim"),
+    [
+        ("join", 2, 1),
+        ("capture", 2, 1),
+        ("prefill", 2, 1),
+        ("decode", 2, 1),
+        ("decode", 3, 2),
+        ("join", 2, 0),
+        ("decode", 2, 0),
+        *(
+            pytest.param(where, tp_size, victim, marks=pytest.mark.long)
+            for tp_size, victim in ((3, 2), (3, 1), (3, 0))
+            for where in ("join", "capture", "prefill", "decode")
+        ),
+    ],
+)
 def test_a_killed_rank_is_named_by_every_survivor(where: str, tp_size: int, victim: int) -> None:
     results = run_ranks(die, tp_size, 60, args=(where, victim), expect_exit={victim: -9})
     for rank, seen in enumerate(results):

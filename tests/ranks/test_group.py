@@ -328,7 +328,7 @@ def beside_a_host() -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "shared", "rounds"), [(2, True, 300), (3, True, 300), (2, False, 40)]
+    ("world_size", "shared", "rounds"), [(2, True, 150), (3, True, 150), (2, False, 25)]
 )
 def test_collectives_are_right_on_every_rank(world_size: int, shared: bool, rounds: int) -> None:
     results = run_ranks(
