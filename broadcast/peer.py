@@ -301,7 +301,10 @@ class PeerBroadcaster(CpuTpBroadcaster):
                 self._heard_s = time.monotonic()
             elif frame.kind is Kind.ABORT:
                 lost, reason = field(frame.body, "rank", int), field(frame.body, "reason", str)
-                told = f"rank {self.rank}: rank 0 says that rank {lost} was lost: {reason}"
+                told = (
+                    f"rank {lost} was lost, rank 0 says: {reason}" if lost else f"rank 0: {reason}"
+                )
+                told = f"rank {self.rank} was told to stop: {told}"
                 self._fail(PeerLost(told, rank=lost, reason=reason), tell=False)
             elif frame.kind is Kind.LEFT:
                 sibling = self._siblings.get(field(frame.body, "rank", int))
