@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_DETAIL_CHARS = 4000
+_ABSENT = object()
 
 
 class Receipt(Protocol):
@@ -36,6 +37,8 @@ class Receipt(Protocol):
     def committed(self) -> bool: ...
     @property
     def refusals(self) -> Mapping[int, str]: ...
+    @property
+    def details(self) -> Mapping[int, str]: ...
 
 
 class AgreementChannel(Protocol):
@@ -108,6 +111,49 @@ def agree(
     return _lead(channel, plan, check, timeout_s)
 
 
+def agree_alike(
+    channel: AgreementChannel,
+    what: str,
+    values: Mapping[str, Any],
+    *,
+    root: bool,
+    detail: str = "",
+    timeout_s: float | None = None,
+) -> Mapping[int, str]:
+    """Make sure that every rank holds the same values.
+
+    Args:
+        what: names the values in errors, such as "the configuration".
+        values: one by field name; what JSON can hold.
+        root: True on rank 0, whose values are the expected ones.
+        detail: a short text that a peer adds, at most 4000 bytes.
+
+    Returns:
+        The detail of each peer by rank, on rank 0; empty elsewhere.
+
+    Raises: PlanMismatch: a rank differs; names the rank and the fields. Raised on every rank.
+    """
+    mine = json.loads(json.dumps(dict(sorted(values.items()))))
+    if root:
+        message = {"kind": "alike", "alike": {"what": what, "values": mine}}
+        receipt = channel.confirm(message, timeout_s=timeout_s)
+        if not receipt.committed:
+            listed = "; ".join(f"rank {r}: {why}" for r, why in sorted(receipt.refusals.items()))
+            error = PlanMismatch(f"{what} differs between ranks: {listed}")
+            channel.abort(str(error))
+            raise error
+        return receipt.details
+    theirs = _message(channel.receive(timeout_s=timeout_s), "alike", "alike")
+    difference = _difference(theirs, what, mine)
+    answer = detail if difference is None else difference[:_MAX_DETAIL_CHARS]
+    taken = channel.acknowledge(difference is None, answer, timeout_s=timeout_s)
+    if difference is not None:
+        raise PlanMismatch(f"{what} differs between this rank and rank 0: {difference}")
+    if not taken:
+        raise PlanMismatch(f"{what} differs between rank 0 and another rank; see rank 0's error")
+    return {}
+
+
 def agree_capture(
     channel: AgreementChannel,
     descriptor: Mapping[str, str | int],
@@ -123,22 +169,9 @@ def agree_capture(
 
     Raises: PlanMismatch: a rank captured something else; names the rank and the field.
     """
-    mine = dict(sorted(descriptor.items()))
-    text = json.dumps(mine, separators=(",", ":"))
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    if root:
-        receipt = channel.confirm({"kind": "capture", "descriptor": mine}, timeout_s=timeout_s)
-        if not receipt.committed:
-            raise _failed(channel, "captured something else", receipt.refusals)
-        return digest
-    message = _message(channel.receive(timeout_s=timeout_s), "capture", "descriptor")
-    difference = _difference(message, mine)
-    taken = channel.acknowledge(difference is None, difference or "", timeout_s=timeout_s)
-    if difference is not None:
-        raise PlanMismatch(f"this rank captured something else than rank 0: {difference}")
-    if not taken:
-        raise PlanMismatch("another rank captured something else than rank 0; see rank 0's error")
-    return digest
+    agree_alike(channel, "the capture", descriptor, root=root, timeout_s=timeout_s)
+    text = json.dumps(dict(sorted(descriptor.items())), separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _lead(
@@ -207,13 +240,6 @@ def _refused_names(detail: str, plan: BackendPlan) -> Mapping[str, str] | None:
     return {name: str(reason) for name, reason in refused.items()}
 
 
-def _failed(channel: AgreementChannel, what: str, refusals: Mapping[int, str]) -> PlanMismatch:
-    listed = "; ".join(f"rank {rank}: {detail}" for rank, detail in sorted(refusals.items()))
-    error = PlanMismatch(f"a rank {what} than rank 0: {listed}")
-    channel.abort(str(error))
-    return error
-
-
 def _message(message: Any, kind: str, field: str) -> Any:
     got = message.get("kind") if isinstance(message, dict) else type(message).__name__
     if got != kind or set(message) != {"kind", field}:
@@ -221,11 +247,16 @@ def _message(message: Any, kind: str, field: str) -> Any:
     return message[field]
 
 
-def _difference(theirs: Any, mine: dict[str, str | int]) -> str | None:
-    if not isinstance(theirs, dict):
+def _difference(theirs: Any, what: str, mine: dict[str, Any]) -> str | None:
+    """The fields in which rank 0's values are others than mine; None if there are none."""
+    if not isinstance(theirs, dict) or not isinstance(theirs.get("values"), dict):
         return f"expected fields, got {type(theirs).__name__}"
-    for name in sorted({*theirs, *mine}):
-        expected, got = theirs.get(name, "nothing"), mine.get(name, "nothing")
-        if expected != got:
-            return f"field {name}: expected {expected}, got {got}"
-    return None
+    if theirs.get("what") != what:
+        return f"rank 0 is at {theirs.get('what')!r}, this rank is not"
+    expected = theirs["values"]
+    differing = [
+        f"field {name}: expected {expected.get(name, 'nothing')}, got {mine.get(name, 'nothing')}"
+        for name in sorted({*expected, *mine})
+        if expected.get(name, _ABSENT) != mine.get(name, _ABSENT)
+    ]
+    return "; ".join(differing) or None

@@ -21,7 +21,6 @@ from tp_runtime.errors import DeadlineExceeded, TpRuntimeError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
     from tp_runtime.leases import Lease
 
@@ -173,12 +172,7 @@ class AsyncRunner:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _wait_idle(self) -> None:

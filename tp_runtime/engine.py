@@ -19,11 +19,11 @@ from tp_runtime.errors import BroadcastError, ConfigError, RequestError, TpRunti
 from tp_runtime.group import TpGroup
 from tp_runtime.ranks import RankInfo
 from tp_runtime.root_loop import RootLoop
+from tp_runtime.selection import agree_alike
 from tp_runtime.startup import (
     build_rank,
     capture_rank,
     check_group,
-    confirm_alike,
     join_by_environment,
     join_by_group,
     resolve_device,
@@ -306,8 +306,8 @@ class Engine:
         return dict(self._started()[0].decision.refusals)
 
     def rank_reports(self) -> list[dict[str, Any]]:
-        """What every rank said it holds: "rank", "plan_digest", "capture_digest", "buckets" and
-        "backends"; on rank 0, after `start`."""
+        """What every rank said it holds: "rank", "plan_digest" and "capture_digest"; on rank 0,
+        after `start`."""
         return [] if self._captured is None else [dict(r) for r in self._captured.rank_reports]
 
     def statistics(self) -> EngineStatistics:
@@ -379,11 +379,11 @@ class Engine:
             )
         if self._watcher is not None:
             self._watcher.watch_group(group)
-        confirm_alike(
+        agree_alike(
             channel,
-            group.rank,
             "the configuration",
             settings_alike(config),
+            root=group.rank == 0,
             timeout_s=config.join_timeout_s,
         )
         return channel, group

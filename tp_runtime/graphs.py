@@ -24,7 +24,6 @@ from tp_runtime.graph_report import CaptureReport, GraphDescriptor, digest_of, s
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from types import TracebackType
 
 __all__ = [
     "CaptureReport",
@@ -243,12 +242,7 @@ class DecodeGraphs:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _capture_cuda(

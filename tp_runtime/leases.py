@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Self
-
-if TYPE_CHECKING:
-    from types import TracebackType
+from typing import Self
 
 
 class LeaseCounter:
@@ -67,12 +64,7 @@ class Lease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         with self._lock:
             owned = not self._handed_over
         if owned:

@@ -19,7 +19,6 @@ from tp_runtime.errors import DeadlineExceeded, TpRuntimeError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from torch import Tensor
 
@@ -117,12 +116,7 @@ class StagingLease:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if not self._handed_over:
             self.release()
 

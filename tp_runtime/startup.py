@@ -21,10 +21,17 @@ import torch
 from tp_runtime.attention import KvCache
 from tp_runtime.broadcast import BroadcasterConfig, CpuTpBroadcaster
 from tp_runtime.device_state import DeviceState
-from tp_runtime.errors import ConfigError, PlanMismatch, TpGroupError
+from tp_runtime.errors import ConfigError, TpGroupError
 from tp_runtime.planning import Decision, decide, decode_shape, eligibility_of
 from tp_runtime.rendezvous import channel_address
-from tp_runtime.selection import BackendSet, DecodeShape, DeviceInfo, agree, device_check
+from tp_runtime.selection import (
+    BackendSet,
+    DecodeShape,
+    DeviceInfo,
+    agree,
+    agree_alike,
+    device_check,
+)
 from tp_runtime.sizing import Sizes, resolve_sizes
 from tp_runtime.step_runner import StepRunner
 
@@ -106,38 +113,6 @@ def _channel_config(config: RuntimeConfig) -> BroadcasterConfig:
         timeout_s=config.broadcast_timeout_s,
         wait=cast("WaitMode", config.broadcast_wait),
     )
-
-
-def confirm_alike(
-    channel: CpuTpBroadcaster, rank: int, what: str, values: dict[str, Any], *, timeout_s: float
-) -> dict[int, Any]:
-    """Every rank must hold the same values.
-
-    Returns:
-        On rank 0, each peer's own values by rank; empty elsewhere.
-
-    Raises:
-        PlanMismatch: some rank differs; names the rank and the fields. Raised on every rank.
-    """
-    values = json.loads(json.dumps(values))
-    if rank == 0:
-        receipt = channel.confirm({"alike": what, "values": values}, timeout_s=timeout_s)
-        if not receipt.committed:
-            reasons = "; ".join(f"rank {r}: {why}" for r, why in receipt.refusals.items())
-            raise PlanMismatch(f"{what} differs between ranks: {reasons}")
-        return {peer: json.loads(detail) for peer, detail in receipt.details.items()}
-    message = channel.receive(timeout_s=timeout_s)
-    theirs = message.get("values", {}) if isinstance(message, dict) else {}
-    differing = [
-        f"{name} is {values.get(name)!r} here, {theirs.get(name)!r} on rank 0"
-        for name in sorted({*values, *theirs})
-        if values.get(name) != theirs.get(name)
-    ]
-    detail = "; ".join(differing) if differing else json.dumps(values)
-    if not channel.acknowledge(not differing, detail, timeout_s=timeout_s):
-        own = f": {detail}" if differing else " (another rank refused)"
-        raise PlanMismatch(f"rank {rank}: {what} differs between ranks{own}")
-    return {}
 
 
 def share_sizes(
@@ -250,7 +225,8 @@ def build_rank(
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """What all ranks captured alike. rank_reports: one for each rank, on rank 0 only."""
+    """What all ranks captured alike. rank_reports: what each rank said it holds ("rank",
+    "plan_digest", "capture_digest"), on rank 0 only."""
 
     capture_digest: str
     rank_reports: tuple[dict[str, Any], ...]
@@ -272,24 +248,30 @@ def capture_rank(
     group.barrier()
     capture = runtime.runner.capture(lambda done, total: progress("capture", done, total))
     plan = runtime.decision.plan
-    report = {
-        "plan_digest": runtime.plan_digest,
-        "capture_digest": capture.digest,
+    digests = {"plan_digest": runtime.plan_digest, "capture_digest": capture.digest}
+    held = {
+        **digests,
         "buckets": list(plan.buckets),
         "backends": [list(plan.variants(bucket)) for bucket in plan.buckets],
     }
-    peers = confirm_alike(
-        channel, group.rank, "the captured plan", report, timeout_s=config.join_timeout_s
+    peers = agree_alike(
+        channel,
+        "the captured plan",
+        held,
+        root=group.rank == 0,
+        detail=json.dumps(digests),
+        timeout_s=config.join_timeout_s,
     )
-    everyone = sorted({0: report, **peers}.items()) if group.rank == 0 else []
+    reports = [{"rank": 0, **digests}]
+    reports += [{"rank": rank, **json.loads(text)} for rank, text in sorted(peers.items())]
     return Captured(
         capture_digest=capture.digest,
-        rank_reports=tuple({"rank": rank, **values} for rank, values in everyone),
+        rank_reports=tuple(reports) if group.rank == 0 else (),
     )
 
 
 def settings_alike(config: RuntimeConfig) -> dict[str, Any]:
-    """The settings that `ALIKE` names, for `confirm_alike`."""
+    """The settings that `ALIKE` names, for `agree_alike`."""
     return {name: getattr(config, name) for name in ALIKE}
 
 

@@ -114,8 +114,8 @@ def test_doctor_tells_everything_as_json() -> None:
 
 def test_select_saves_a_plan_that_can_be_shown_verified_and_compared(tmp_path: Path) -> None:
     plan, other = str(tmp_path / "plan.json"), str(tmp_path / "other.json")
-    shape = ("--model", "random:tiny", "--decode-buckets", "1,2", "--max-seq-len", "128")
-    shape += ("--device", "cpu")
+    shape = ["--model", "random:tiny", "--decode-buckets", "1,2", "--max-seq-len", "128"]
+    shape += ["--device", "cpu"]
     done = _run("select", *shape, "--disable-decode-backend", "cpu_rowwise", "--save", plan)
     assert done.returncode == 0, done.stderr
     assert "cpu_rowwise" in done.stdout

@@ -31,7 +31,10 @@ def decode(configurations: list[list[bool]], singles: int) -> dict[str, Any]:
     cpu = torch.device("cpu")
     prompts = [reference.prompt_token_ids for reference in golden()]
     sampling = SamplingParams(max_tokens=64, ignore_eos=True)
-    streams, reports, digests, statistics = [], [], [], []
+    streams: list[Any] = []
+    reports: list[Any] = []
+    held: list[Any] = []
+    statistics: list[Any] = []
     with TpGroup.create(info, device=cpu, timeout_s=60) as group:
         model = load_model("smollm2", group=group, dtype=torch.float32).model
         for asynchronous, dynamic in configurations:
@@ -53,12 +56,20 @@ def decode(configurations: list[list[bool]], singles: int) -> dict[str, Any]:
                     streams.append([batched, alone])
                     reports.append(engine.rank_reports())
                     statistics.append(engine.statistics().pages)
-                digests.append([engine.plan_digest, engine.capture_digest])
+                plan = engine.plan
+                held.append(
+                    {
+                        "plan_digest": engine.plan_digest,
+                        "capture_digest": engine.capture_digest,
+                        "buckets": list(plan.buckets),
+                        "backends": [list(plan.variants(bucket)) for bucket in plan.buckets],
+                    }
+                )
     return {
         "streams": streams,
         "reports": reports,
-        "digests": digests,
-        "held": [pages.held for pages in statistics if pages is not None],
+        "held": held,
+        "held_blocks": [pages.held for pages in statistics if pages is not None],
     }
 
 
@@ -75,15 +86,20 @@ def check(results: list[dict[str, Any]], singles: int) -> None:
     for i, (batched, alone) in enumerate(results[0]["streams"]):
         count_ties(batched, references)
         count_ties(alone, references[: singles if i == 0 else 0])
-    for (_, dynamic), reports in zip(CONFIGURATIONS, results[0]["reports"], strict=False):
-        assert [report["rank"] for report in reports] == list(range(len(results)))
-        for report in reports[1:]:
-            assert {**report, "rank": 0} == reports[0], "one plan and one capture for all ranks"
-        assert reports[0]["buckets"] == [1, 16]
-        assert (reports[0]["plan_digest"] is not None) == dynamic
     for result in results[1:]:
-        assert result["digests"] == results[0]["digests"]
-    assert results[0]["held"] == [0] * len(results[0]["held"]), "blocks were lost"
+        assert result["held"] == results[0]["held"], "one plan and one capture for all ranks"
+    for i, (_, dynamic) in enumerate(CONFIGURATIONS[: len(results[0]["held"])]):
+        held, reports = results[0]["held"][i], results[0]["reports"][i]
+        assert held["buckets"] == [1, 16]
+        assert (held["plan_digest"] is not None) == dynamic
+        for rank, report in enumerate(reports):
+            assert report == {
+                "rank": rank,
+                "plan_digest": held["plan_digest"],
+                "capture_digest": held["capture_digest"],
+            }
+        assert len(reports) == len(results)
+    assert results[0]["held_blocks"] == [0] * len(results[0]["held"]), "blocks were lost"
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3])

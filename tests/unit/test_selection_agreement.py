@@ -34,6 +34,7 @@ class Aborted(TpRuntimeError):
 class FakeReceipt:
     committed: bool
     refusals: dict[int, str]
+    details: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass
