@@ -120,7 +120,11 @@ class Engine:
         self._closed = False
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()  # nobody else will: the block is not entered
+            raise
         return self
 
     def __exit__(

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from tp_runtime.errors import HarvestError
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -216,19 +218,33 @@ class Harvest:
 
     def run(self, snapshot: Snapshot, tokens: Sequence[int]) -> None:
         """Append a step's tokens. A token of a request that had ended is dropped: it was
-        computed because the end is known one step late."""
+        computed because the end is known one step late.
+
+        Raises:
+            HarvestError: some requests could not take their token and were aborted; the others
+                have theirs.
+        """
+        failed: list[str] = []
         for request, token in zip(snapshot.sampled, tokens, strict=True):
-            output = request.output
-            if output.finished:
+            if request.output.finished:
                 continue
-            if token < 0:
-                failed = output.abort(f"no token at step {snapshot.step}: the logits hold a NaN")
-                self._emit(snapshot.step, request, failed)
-            else:
-                self._emit(snapshot.step, request, output.push(token))
+            try:
+                output = self._push(snapshot, request.output, token)
+            except Exception as error:  # noqa: BLE001 - a text stream may be anybody's code
+                output = request.output.abort(f"step {snapshot.step}: {error!r}")
+                failed.append(f"{request.request_id} ({error!r})")
+            self._emit(snapshot.step, request, output)
         for request in snapshot.aborted:
             if not request.output.finished:
                 self._emit(snapshot.step, request, request.output.abort())
+        if failed:
+            raise HarvestError(f"step {snapshot.step}: aborted requests: {', '.join(failed)}")
+
+    @staticmethod
+    def _push(snapshot: Snapshot, output: OutputStream, token: int) -> RequestOutput:
+        if token < 0:
+            return output.abort(f"step {snapshot.step}: no token, the logits hold a NaN")
+        return output.push(token)
 
     def fail(self, snapshot: Snapshot, error: Exception) -> list[str]:
         """End every request of a step whose tokens could not be delivered; gives their ids."""

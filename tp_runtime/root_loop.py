@@ -225,7 +225,10 @@ class RootLoop:
     def _checked_prompt(
         self, prompt_token_ids: Sequence[int]
     ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        tokens = np.asarray(prompt_token_ids)
+        try:
+            tokens = np.asarray(prompt_token_ids)
+        except ValueError as error:
+            raise RequestError(f"the prompt is no sequence of token ids: {error}") from error
         if tokens.ndim != 1 or not len(tokens):
             raise RequestError("the prompt is empty: expected at least one token")
         if tokens.dtype.kind not in "iu":
@@ -281,6 +284,8 @@ class RootLoop:
             try:
                 tokens = [] if ran.lease is None else cast("list[int]", ran.lease.read())
                 self._harvest.run(ran.snapshot, tokens)
+            except HarvestError:
+                raise
             except Exception as error:
                 aborted = self._harvest.fail(ran.snapshot, error)
                 raise HarvestError(

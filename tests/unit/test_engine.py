@@ -1,0 +1,250 @@
+"""The engine of a single rank, in this process: requests, errors, and what ends what."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tp_runtime import Engine, RuntimeConfig, SamplingParams, TpRuntimeError
+from tp_runtime.errors import ConfigError, HarvestError, RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tp_runtime.requests import RequestOutput, TextStream
+
+LETTERS = "abcdefghijklmnop"
+
+
+class Letters:
+    """Token n is a letter; streams that are made while `broken` fail at their third token."""
+
+    def __init__(self) -> None:
+        self.broken = False
+
+    def encode(self, text: str) -> list[int]:
+        return [LETTERS.index(letter) for letter in text]
+
+    def stream(self) -> TextStream:
+        return LetterStream(3 if self.broken else 10**9)
+
+
+class LetterStream:
+    def __init__(self, most: int) -> None:
+        self.left = most
+
+    def push(self, token_id: int) -> str:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("the text stream broke")
+        return LETTERS[token_id % len(LETTERS)]
+
+    def flush(self) -> str:
+        return ""
+
+
+def config(**settings: object) -> RuntimeConfig:
+    defaults: dict[str, object] = {
+        "model": "random:tiny",
+        "device": "cpu",
+        "max_batch_size": 4,
+        "max_seq_len": 128,
+        "kv_block_size": 16,
+    }
+    return RuntimeConfig(**(defaults | settings))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def letters() -> Letters:
+    return Letters()
+
+
+@pytest.fixture(params=[True, False], ids=["async", "sync"])
+def engine(request: pytest.FixtureRequest, letters: Letters) -> Iterator[Engine]:
+    # the engine's own tokenizer is that of the model, which has none
+    with Engine(config(async_decode=request.param)) as engine:
+        engine._root_loop()._tokenizer = lambda: letters
+        yield engine
+
+
+def run(engine: Engine) -> dict[str, RequestOutput]:
+    """Step until nothing is left; the last output of each request."""
+    last: dict[str, RequestOutput] = {}
+    while engine.unfinished:
+        for output in engine.step():
+            last[output.request_id] = output
+    return last
+
+
+def tokens_of(engine: Engine, prompt: list[int], sampling: SamplingParams) -> tuple[int, ...]:
+    name = engine.add_request(prompt, sampling)
+    return run(engine)[name].token_ids
+
+
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
+HOT = SamplingParams(max_tokens=12, ignore_eos=True, temperature=3.0, seed=5)
+
+
+def test_a_slot_that_is_used_again_samples_as_its_new_request_asks(engine: Engine) -> None:
+    greedy, hot = tokens_of(engine, [1, 2, 3], GREEDY), tokens_of(engine, [1, 2, 3], HOT)
+    assert greedy != hot
+    assert tokens_of(engine, [1, 2, 3], GREEDY) == greedy
+    assert tokens_of(engine, [1, 2, 3], HOT) == hot
+
+
+def test_a_request_gets_its_tokens_whatever_else_is_in_the_batch(engine: Engine) -> None:
+    alone = [tokens_of(engine, [i, i + 1], HOT if i % 2 else GREEDY) for i in range(6)]
+    names = [engine.add_request([i, i + 1], HOT if i % 2 else GREEDY) for i in range(6)]
+    last = run(engine)
+    assert [last[name].token_ids for name in names] == alone
+
+
+def test_a_text_stream_that_breaks_ends_its_request_and_no_other(
+    engine: Engine, letters: Letters
+) -> None:
+    good = engine.add_request([1, 2], GREEDY)
+    letters.broken = True
+    bad = engine.add_request([3, 4], GREEDY)
+    letters.broken = False
+    last: dict[str, RequestOutput] = {}
+    errors = []
+    while engine.unfinished:
+        try:
+            outputs = engine.step()
+        except HarvestError as error:
+            errors.append(str(error))
+            continue
+        for output in outputs:
+            last[output.request_id] = output
+    assert len(errors) == 1
+    assert "the text stream broke" in errors[0]
+    assert f"aborted requests: {bad} (" in errors[0]
+    assert (last[bad].finish_reason, len(last[bad].token_ids)) == ("abort", 3)
+    assert "the text stream broke" in (last[bad].error or "")
+    assert (last[good].finish_reason, len(last[good].token_ids)) == ("length", 12)
+    assert tokens_of(engine, [1, 2], GREEDY) == last[good].token_ids, "the engine goes on"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [
+        ([], "empty"),
+        ([[1], [2]], "empty"),
+        ([[1], [2, 3]], "no sequence of token ids"),
+        ([1.5], "float64"),
+        ([-1], "token id -1 is outside"),
+        ([512], "token id 512 is outside of the vocabulary of 512"),
+        ([1] * 128, "has 128 tokens; prompt and answer may have 128"),
+    ],
+)
+def test_a_bad_prompt_is_refused_and_nothing_is_queued(
+    engine: Engine, prompt: list[int], problem: str
+) -> None:
+    with pytest.raises(RequestError, match=problem):
+        engine.add_request(prompt, GREEDY)
+    assert engine.unfinished == 0
+
+
+def test_an_id_is_used_once_at_a_time(engine: Engine) -> None:
+    engine.add_request([1], GREEDY, request_id="mine")
+    with pytest.raises(RequestError, match="'mine' is in use"):
+        engine.add_request([1], GREEDY, request_id="mine")
+    run(engine)
+    assert engine.add_request([1], GREEDY, request_id="mine") == "mine"
+
+
+def test_an_answer_ends_where_the_sequence_may_not_grow(engine: Engine) -> None:
+    name = engine.add_request([1] * 120, SamplingParams(max_tokens=50, ignore_eos=True))
+    last = run(engine)[name]
+    assert (len(last.token_ids), last.finish_reason) == (8, "length")
+
+
+def test_abort_ends_one_request(engine: Engine) -> None:
+    keep, drop = engine.add_request([1, 2], GREEDY), engine.add_request([1, 2], GREEDY)
+    for _ in range(4):
+        engine.step()
+    assert engine.abort(drop)
+    last = run(engine)
+    assert last[drop].finish_reason == "abort"
+    assert 0 < len(last[drop].token_ids) < 12
+    assert last[drop].token_ids == last[keep].token_ids[: len(last[drop].token_ids)]
+    assert not engine.abort(drop)
+
+
+def test_leaving_generate_early_aborts_what_is_left(engine: Engine) -> None:
+    outputs = engine.generate([[1, 2], [3, 4]], GREEDY)
+    next(outputs)
+    outputs.close()  # type: ignore[attr-defined]
+    assert {output.finish_reason for output in run(engine).values()} == {"abort"}
+
+
+def test_generate_wants_one_sampling_for_each_prompt(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="2 prompts, but 1 sampling parameters"):
+        next(engine.generate([[1], [2]], [GREEDY]))
+
+
+def test_an_engine_belongs_to_one_thread(engine: Engine) -> None:
+    caught: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            engine.step()
+        except TpRuntimeError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "belongs to the thread that made it" in str(caught[0])
+
+
+def test_a_batch_beyond_the_largest_bucket_runs_eagerly_and_is_counted() -> None:
+    with Engine(config(decode_buckets=(1, 2))) as engine:
+        names = [engine.add_request([i + 1], GREEDY) for i in range(4)]
+        last = run(engine)
+        statistics = engine.statistics()
+        assert statistics.graph_misses == {"batch beyond the largest bucket": 11}
+        assert statistics.runner.eager_decode_steps == 11
+        assert [last[name].token_ids for name in names] == [
+            tokens_of(engine, [i + 1], GREEDY) for i in range(4)
+        ]
+        assert engine.statistics().runner.graph_steps == 4 * 11
+
+
+def test_a_pinned_backend_is_used_and_a_disabled_one_is_not() -> None:
+    with Engine(config(decode_backend="cpu_padded")) as engine:
+        assert engine.plan[4] == ("cpu_padded",)
+        assert "pinned" in engine.refusals["cpu_grouped"]
+    with Engine(config(disable_decode_backend=("cpu_grouped",))) as engine:
+        assert engine.plan[4] == ("cpu_rowwise",)
+        assert engine.plan_digest is None
+    with pytest.raises(ConfigError, match="nosuch"), Engine(config(decode_backend="nosuch")):
+        pass
+
+
+def test_what_is_not_started_or_closed_says_so() -> None:
+    engine = Engine(config())
+    with pytest.raises(TpRuntimeError, match="call start"):
+        engine.step()
+    engine.start()
+    engine.start()
+    engine.trigger_capture()
+    digest = engine.capture_digest
+    assert digest is not None
+    with pytest.raises(TpRuntimeError, match="rank 0 plans the steps"):
+        engine.step_peer()
+    with pytest.raises(RequestError, match="no tokenizer"):
+        next(engine.generate(["text"], GREEDY))
+    with pytest.raises(RequestError, match="stop strings need a tokenizer"):
+        engine.add_request([1], SamplingParams(stop=("x",)))
+    engine.close()
+    engine.close()
+    with pytest.raises(TpRuntimeError, match="closed"):
+        engine.step()
+
+
+def test_no_model_is_an_error_at_once() -> None:
+    with pytest.raises(ConfigError, match="no model"):
+        Engine(RuntimeConfig())
