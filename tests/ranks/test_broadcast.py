@@ -171,12 +171,14 @@ def one_leaves(folder: str) -> list[object]:
         until(lambda: channel.statistics().peers[0].left)
         until(lambda: process_state(channel.pids[1]) == "dead")
         before = failed(channel, 0.1)
+        until((Path(folder) / "looked").exists)  # or the other peer would see our failure first
         with pytest.raises(PeerLost) as caught:
             channel.publish("anyone?")
         after = failed(channel)
     else:
         until(lambda: process_state(channel.pids[1]) == "dead")
         before = failed(channel, 0.1)
+        (Path(folder) / "looked").touch()
         with pytest.raises(PeerLost) as caught:
             channel.receive()
         after = failed(channel)

@@ -218,7 +218,6 @@ def die(where: str, victim: int) -> dict[str, Any]:
     ("where", "tp_size", "victim"),
     [
         ("join", 2, 1),
-        ("capture", 2, 1),
         ("prefill", 2, 1),
         ("decode", 2, 1),
         ("decode", 3, 2),
@@ -226,7 +225,7 @@ def die(where: str, victim: int) -> dict[str, Any]:
         ("decode", 2, 0),
         *(
             pytest.param(where, tp_size, victim, marks=pytest.mark.long)
-            for tp_size, victim in ((3, 2), (3, 1), (3, 0))
+            for tp_size, victim in ((2, 0), (2, 1), (3, 2), (3, 1), (3, 0))
             for where in ("join", "capture", "prefill", "decode")
         ),
     ],
@@ -258,7 +257,9 @@ def differing(field: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("field", ["max_batch_size", "kv_block_size"])
+@pytest.mark.parametrize(
+    "field", ["max_batch_size", pytest.param("kv_block_size", marks=pytest.mark.long)]
+)
 def test_ranks_with_different_settings_refuse_naming_the_field(field: str) -> None:
     messages = run_ranks(differing, 2, 60, args=(field,))
     assert f"rank 1: field {field}: expected" in messages[0]

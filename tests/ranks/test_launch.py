@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tp_runtime.launch.__main__ import main
 from tp_runtime.ranks import TORCHRUN_VARIABLES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,27 +113,34 @@ def test_doctor_tells_everything_as_json() -> None:
     assert report["self_test"]["round_trips"] == 50
 
 
-def test_select_saves_a_plan_that_can_be_shown_verified_and_compared(tmp_path: Path) -> None:
+def test_select_saves_a_plan_that_can_be_shown_verified_and_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def call(*words: str) -> tuple[int, str, str]:
+        status = main(words)  # in this process: importing torch for each verb takes seconds
+        return status, *capsys.readouterr()
+
     plan, other = str(tmp_path / "plan.json"), str(tmp_path / "other.json")
     shape = ["--model", "random:tiny", "--decode-buckets", "1,2", "--max-seq-len", "128"]
     shape += ["--device", "cpu"]
-    done = _run("select", *shape, "--disable-decode-backend", "cpu_rowwise", "--save", plan)
-    assert done.returncode == 0, done.stderr
-    assert "cpu_rowwise" in done.stdout
-    assert "disabled by the configuration" in done.stdout
-    assert _run("plan", "verify", plan).stdout.startswith("ok ")
-    shown = json.loads(_run("plan", "show", plan, "--json").stdout)
+    status, out, _ = call(
+        "select", *shape, "--disable-decode-backend", "cpu_rowwise", "--save", plan
+    )
+    assert status == 0
+    assert "cpu_rowwise" in out
+    assert "disabled by the configuration" in out
+    assert call("plan", "verify", plan)[1].startswith("ok ")
+    shown = json.loads(call("plan", "show", plan, "--json")[1])
     assert "cpu_rowwise" not in shown["priority"]
-    done = _run("select", *shape, "--decode-backend", "cpu_rowwise", "--save", other)
-    assert done.returncode == 0, done.stderr
-    assert _run("plan", "diff", plan, plan).stdout == "equal\n"
-    differ = _run("plan", "diff", plan, other)
-    assert differ.returncode == 1
-    assert "priority" in differ.stdout
+    assert call("select", *shape, "--decode-backend", "cpu_rowwise", "--save", other)[0] == 0
+    assert call("plan", "diff", plan, plan)[:2] == (0, "equal\n")
+    status, out, _ = call("plan", "diff", plan, other)
+    assert status == 1
+    assert "priority" in out
     Path(plan).write_text(Path(plan).read_text().replace("cpu_", "xpu_"))
-    broken = _run("plan", "verify", plan)
-    assert broken.returncode == 1
-    assert broken.stderr.startswith("tp-runtime: error: ")
+    status, _, err = call("plan", "verify", plan)
+    assert status == 1
+    assert err.startswith("tp-runtime: error: ")
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
