@@ -77,6 +77,22 @@ class OutputStream:
         text_stream: None where there is no tokenizer; then stop strings cannot be used.
     """
 
+    # in a step of many requests every object is out of the caches, so each has few parts
+    __slots__ = (
+        "_emitted",
+        "_eos_token_ids",
+        "_hold_back",
+        "_max_new_tokens",
+        "_stop",
+        "_text",
+        "_text_stream",
+        "error",
+        "finish_reason",
+        "prompt_token_ids",
+        "request_id",
+        "token_ids",
+    )
+
     def __init__(
         self,
         *,
@@ -226,14 +242,17 @@ class Harvest:
         """
         failed: list[str] = []
         for request, token in zip(snapshot.sampled, tokens, strict=True):
-            if request.output.finished:
+            stream = request.output
+            if stream.finish_reason is not None:
                 continue
             try:
-                output = self._push(snapshot, request.output, token)
+                output = stream.push(token) if token >= 0 else self._without_token(snapshot, stream)
             except Exception as error:  # noqa: BLE001 - a text stream may be anybody's code
-                output = request.output.abort(f"step {snapshot.step}: {error!r}")
+                output = stream.abort(f"step {snapshot.step}: {error!r}")
                 failed.append(f"{request.request_id} ({error!r})")
-            self._emit(snapshot.step, request, output)
+            self.outputs.append(output)
+            if stream.finish_reason is not None:
+                self._ended(snapshot.step, request)
         for request in snapshot.aborted:
             if not request.output.finished:
                 self._emit(snapshot.step, request, request.output.abort())
@@ -241,10 +260,8 @@ class Harvest:
             raise HarvestError(f"step {snapshot.step}: aborted requests: {', '.join(failed)}")
 
     @staticmethod
-    def _push(snapshot: Snapshot, output: OutputStream, token: int) -> RequestOutput:
-        if token < 0:
-            return output.abort(f"step {snapshot.step}: no token, the logits hold a NaN")
-        return output.push(token)
+    def _without_token(snapshot: Snapshot, stream: OutputStream) -> RequestOutput:
+        return stream.abort(f"step {snapshot.step}: no token, the logits hold a NaN")
 
     def fail(self, snapshot: Snapshot, error: Exception) -> list[str]:
         """End every request of a step whose tokens could not be delivered; gives their ids."""
@@ -257,5 +274,8 @@ class Harvest:
     def _emit(self, step: int, request: Request, output: RequestOutput) -> None:
         self.outputs.append(output)
         if output.finished:
-            self.ended += 1
-            self.finished.append((step, request))
+            self._ended(step, request)
+
+    def _ended(self, step: int, request: Request) -> None:
+        self.ended += 1
+        self.finished.append((step, request))

@@ -122,7 +122,7 @@ class Scheduler:
         self._collect(self._step - self._lag)
         decoding = self._plan_decode()
         chunks, worked_on = self._plan_prefill()
-        sampled = [*decoding, *(request for request in worked_on if request.prefilled)]
+        sampled = decoding + [request for request in worked_on if request.prefilled]
         aborted, self._aborting = tuple(self._aborting), []
         plan = self._build(decoding, chunks)
         snapshot = Snapshot(step=self._step, sampled=tuple(sampled), aborted=aborted)
@@ -131,7 +131,8 @@ class Scheduler:
             if request.planned >= request.max_new_tokens:
                 self._retire(request, after=self._step)  # its end is known by arithmetic
         self._decode_rows += len(decoding)
-        self._prefill_tokens += sum(len(chunk.token_ids) for chunk in chunks)
+        for chunk in chunks:
+            self._prefill_tokens += len(chunk.token_ids)
         self._step += 1
         return plan, snapshot
 
@@ -179,7 +180,7 @@ class Scheduler:
     def _plan_decode(self) -> list[Request]:
         decoding = [request for request in self._running if request.prefilled]
         size = self._block_size
-        if any(request.computed >= len(request.blocks) * size for request in decoding):
+        if [r for r in decoding if r.computed >= len(r.blocks) * size]:
             # a row that grows may end or preempt another one, before it or after it
             grown = [r for r in decoding if self._runs(r) and self._grow(r, r.computed + 1)]
             decoding = [request for request in grown if self._runs(request)]
@@ -267,7 +268,7 @@ class Scheduler:
         )
 
     def _build(self, decoding: list[Request], chunks: list[Chunk]) -> StepPlan:
-        rows = tuple(request.slot for request in decoding)
+        rows = tuple([request.slot for request in decoding])
         choice = GraphChoice(None, 0)
         kind = StepKind.IDLE
         if decoding and chunks:
