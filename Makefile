@@ -29,6 +29,7 @@ lint: setup
 
 bench: setup
 	$(BIN)/python benchmarks/cpu_decode.py
+	$(BIN)/python benchmarks/selection_rules.py
 
 docs: setup
 	$(BIN)/python -m tp_runtime.launch.configuration > docs/configuration.md

@@ -120,6 +120,8 @@ def decode(
     group: TpGroup, channel: CpuTpBroadcaster, prompts: list[int], steps: int
 ) -> dict[str, object]:
     """The host's loop: rank 0 names the graph, every rank replays it and advances its rows."""
+    if KV_HEADS % group.size:
+        raise ValueError(f"{KV_HEADS} key-value heads cannot be divided over {group.size} ranks")
     shape = DecodeShape(
         q_heads=HEADS // group.size,
         kv_heads=KV_HEADS // group.size,
@@ -173,6 +175,7 @@ def decode(
             stream.append(token)
     graphs.close()
     return {
+        "rank": group.rank,
         "streams": streams,
         "plan_digest": plan.digest,
         "capture_digest": capture.digest,
@@ -201,4 +204,6 @@ def run(steps: int = 40) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(run())
+    result = run()
+    if result["rank"] == 0:
+        print(result)

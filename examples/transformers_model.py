@@ -114,4 +114,5 @@ def run() -> list[int]:
 
 
 if __name__ == "__main__":
-    print(run())
+    if tokens := run():
+        print(tokens)

@@ -13,7 +13,13 @@ import time
 import traceback
 from pathlib import Path
 
-from tp_runtime.errors import ConfigError, ModelNotFound, RequestError, TpRuntimeError
+from tp_runtime.errors import (
+    BackendUnavailable,
+    ConfigError,
+    ModelError,
+    RequestError,
+    TpRuntimeError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +37,8 @@ class UsageError(ConfigError):
 
 
 def status_of(error: BaseException) -> int:
-    return USAGE if isinstance(error, ConfigError | RequestError | ModelNotFound) else FAILED
+    asked = ConfigError | RequestError | ModelError | BackendUnavailable
+    return USAGE if isinstance(error, asked) else FAILED
 
 
 def report(error: BaseException, *, debug: bool) -> int:

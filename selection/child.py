@@ -1,4 +1,4 @@
-"""The measuring child: `python -m tp_runtime.selection.child`.
+"""The measuring child: `python -m tp_runtime.selection.child PARENT_PID`.
 
 Reads one JSON request from stdin and writes one JSON event per line to stdout.
 """
@@ -11,10 +11,12 @@ import sys
 from typing import Any
 
 from tp_runtime.errors import TpRuntimeError
+from tp_runtime.orphans import end_with_parent
 from tp_runtime.selection.bench import BenchRequest
 
 
 def main() -> int:
+    end_with_parent(int(sys.argv[1]))
     # what a library prints must not get between the events
     events = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import selectors
 import signal
 import subprocess
@@ -95,7 +96,7 @@ def _run_child(
     state.started = False
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
-            [sys.executable, "-m", "tp_runtime.selection.child"],
+            [sys.executable, "-m", "tp_runtime.selection.child", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 _RAGGED = 1.05  # longest over mean from which a batch is called ragged
 
 
+_DISTURBED = 0.5
+"""No kernel is this far from a straight line in its tokens; other work on the machine is."""
+
+
 def plan_table(plan: BackendPlan, samples: Sequence[Sample] = (), *, width: int = 100) -> str:
     """One line per bucket and measured batch: what the plan takes, and what it gains.
 
@@ -65,6 +69,8 @@ def selection_report(plan: BackendPlan, report: BenchReport | None, *, width: in
     errors = [model.error for entry in plan.entries for model in entry.models]
     if errors:
         notes.append(f"model error at most {100 * max(errors):.0f} %")
+        if max(errors) > _DISTURBED:
+            notes.append("the measurements were disturbed: measure again on a quiet machine")
     if report is not None:
         notes.append(f"{len(report.samples)} samples in {report.seconds:.1f} s")
         if not report.complete:

@@ -150,6 +150,8 @@ class Engine:
         Raises:
             TpRuntimeError: what went wrong, on this or on another rank, named.
         """
+        if self._closed:
+            raise TpRuntimeError("the engine has been closed: make a new one")
         if self._runtime is not None:
             return
         tell = progress or (lambda stage, done, total: None)
@@ -160,6 +162,8 @@ class Engine:
                 model = self._load_model(group, lambda done, total: tell("load", done, total))
             self._runtime = build_rank(self._config, channel, group, model, self._times, tell)
         self.trigger_capture(progress=tell)
+        if self._owns_group:
+            group.set_timeout(self._config.broadcast_timeout_s)  # from here on steps, not loading
         if group.rank == 0:
             self._root = RootLoop(
                 config=self._config,
@@ -234,20 +238,32 @@ class Engine:
         each = [sampling] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
+        ids = [str(i) for i in range(len(prompts))]
+        root.check_free(ids)
         encoded = [self._encode(prompt) for prompt in prompts]
+        for tokens in encoded:
+            root.checked_prompt(tokens)  # before any of them is queued
         mine: set[str] = set()
         try:
-            for i, (tokens, params) in enumerate(zip(encoded, each, strict=True)):
-                mine.add(root.add_request(tokens, params, str(i)))
+            for name, tokens, params in zip(ids, encoded, each, strict=True):
+                mine.add(root.add_request(tokens, params, name))
             while mine:
-                for output in self.step():
+                for output in root.step(self._terminal, of=mine):
                     if output.finished:
                         mine.discard(output.request_id)
                     yield output
         finally:
             if self._failure is None and not self._closed:
-                for request_id in mine:
-                    root.abort(request_id)
+                self._drop(root, mine)
+
+    def _drop(self, root: RootLoop, mine: set[str]) -> None:
+        """Abort requests that nobody will ask for any more, and free their ids."""
+        for request_id in mine:
+            root.abort(request_id)
+        while mine:
+            for output in root.step(self._terminal, of=mine):
+                if output.finished:
+                    mine.discard(output.request_id)
 
     @property
     def unfinished(self) -> int:
@@ -453,12 +469,12 @@ class Engine:
     def _fail(self, error: BaseException) -> BaseException:
         """Tell the others, and find the cause: a collective only says that something broke."""
         channel = self._channel
-        if channel is not None and not isinstance(error, BroadcastError):
-            if isinstance(error, RuntimeError):
+        if channel is not None and error is not channel.failure:
+            # what a collective raises says that something broke; the channel says who broke it
+            if isinstance(error, RuntimeError | BroadcastError):
                 self._wait_for_news(channel)
-            if channel.failure is not None:
-                error = channel.failure
-            else:
+                error = channel.failure or error
+            if channel.failure is None:
                 channel.abort(f"{type(error).__name__}: {error}")
         self._failure = error
         return error

@@ -288,6 +288,15 @@ class TpGroup:
 
     # ---- failure and end ---------------------------------------------------------------------
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long a wait of the host for a peer may take from now on.
+
+        Forming a group and loading a model take longer than any step may.
+        """
+        self._timeout_s = timeout_s
+        if self._shared is not None:
+            self._shared.set_timeout(timeout_s)
+
     def fail(self, cause: Exception) -> None:
         """Ends every wait of this group with ``cause``, now and later. From any thread.
 
@@ -384,7 +393,7 @@ class TpGroup:
             if waited > self._timeout_s:
                 late = DeadlineExceeded(
                     f"TP rank {self.rank} waited {waited:.1f} s in collective {self._gloo_count}: "
-                    f"do all ranks run the same steps? A longer timeout_s allows more"
+                    f"is a rank stopped, or do the ranks run different steps?"
                 )
                 self.fail(late)
                 raise late

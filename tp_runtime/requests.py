@@ -251,7 +251,7 @@ class Harvest:
                 output = stream.abort(f"step {snapshot.step}: {error!r}")
                 failed.append(f"{request.request_id} ({error!r})")
             self.outputs.append(output)
-            if stream.finish_reason is not None:
+            if stream.finished:
                 self._ended(snapshot.step, request)
         for request in snapshot.aborted:
             if not request.output.finished:

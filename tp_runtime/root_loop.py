@@ -15,14 +15,14 @@ from tp_runtime.async_runner import AsyncRunner
 from tp_runtime.errors import HarvestError, RequestError
 from tp_runtime.pages import PagePool
 from tp_runtime.requests import Harvest, OutputStream, Request, RequestOutput, Snapshot
-from tp_runtime.sampling import SEED_LIMIT
+from tp_runtime.sampling import SEED_LIMIT, SamplingParams
 from tp_runtime.scheduler import GraphChoice, Scheduler
 from tp_runtime.staging import StagingRing
 from tp_runtime.step_plan import StepKind
 from tp_runtime.step_times import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Sequence
     from contextlib import AbstractContextManager
 
     from tp_runtime.broadcast import CpuTpBroadcaster
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from tp_runtime.models.base import ModelShape
     from tp_runtime.pages import PagePoolStatistics
     from tp_runtime.requests import TextStream
-    from tp_runtime.sampling import SamplingParams
     from tp_runtime.scheduler import SchedulerStatistics
     from tp_runtime.staging import StagingLease
     from tp_runtime.startup import RankRuntime
@@ -117,9 +116,11 @@ class RootLoop:
         """Queue a request. Raises RequestError and changes nothing if it cannot be served."""
         if request_id is None:
             request_id = next(i for i in map(str, self._ids) if i not in self._live)
-        elif request_id in self._live:
-            raise RequestError(f"request id {request_id!r} is in use")
-        prompt = self._checked_prompt(prompt_token_ids)
+        else:
+            self.check_free([request_id])
+        prompt = self.checked_prompt(prompt_token_ids)
+        if not isinstance(sampling, SamplingParams):
+            raise RequestError(f"expected SamplingParams, got {type(sampling).__name__}")
         if sampling.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this model has none")
         room = self._runtime.sizes.max_seq_len - len(prompt)
@@ -143,6 +144,14 @@ class RootLoop:
         self._live[request_id] = request
         return request_id
 
+    def check_free(self, request_ids: Sequence[str]) -> None:
+        """Raises RequestError if one of these ids is in use, or is no text."""
+        for request_id in request_ids:
+            if not isinstance(request_id, str):
+                raise RequestError(f"request id {request_id!r}: expected a str")
+            if request_id in self._live:
+                raise RequestError(f"request id {request_id!r} is in use")
+
     def abort(self, request_id: str) -> bool:
         """End a request early. False when it is not running (any more)."""
         request = self._live.get(request_id)
@@ -151,10 +160,16 @@ class RootLoop:
         self._scheduler.abort(request)
         return True
 
-    def step(self, terminal: Callable[[], AbstractContextManager[None]]) -> list[RequestOutput]:
+    def step(
+        self,
+        terminal: Callable[[], AbstractContextManager[None]],
+        *,
+        of: Container[str] | None = None,
+    ) -> list[RequestOutput]:
         """One step on every rank.
 
         Args:
+            of: give only outputs of these requests; the others wait for a later call.
             terminal: makes a context in which a failure ends the engine; a failed harvest ends only
                 the requests it was for.
 
@@ -182,21 +197,26 @@ class RootLoop:
         if self._late_error is not None:
             error, self._late_error = self._late_error, None
             raise error
-        return self.take_outputs()
+        return self._take_outputs(of)
 
     def stop(self) -> None:
         """Tell the peers that this was the last step."""
         self._channel.publish(self._scheduler.stop_step().to_message())
 
-    def take_outputs(self) -> list[RequestOutput]:
+    def _take_outputs(self, of: Container[str] | None) -> list[RequestOutput]:
         """What the harvest has delivered since the call before."""
         outputs: list[RequestOutput] = []
+        others: list[RequestOutput] = []
         queue = self._harvest.outputs
         while queue:
             output = queue.popleft()
+            if of is not None and output.request_id not in of:
+                others.append(output)
+                continue
             outputs.append(output)
             if output.finished:
                 del self._live[output.request_id]
+        queue.extendleft(reversed(others))
         return outputs
 
     def close(self) -> None:
@@ -222,14 +242,18 @@ class RootLoop:
         """Pure decode steps that ran eagerly, by reason."""
         return dict(self._graph_misses)
 
-    def _checked_prompt(
+    def checked_prompt(
         self, prompt_token_ids: Sequence[int]
     ) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """The prompt as an array. Raises RequestError if it cannot be served."""
         try:
             tokens = np.asarray(prompt_token_ids)
         except ValueError as error:
             raise RequestError(f"the prompt is no sequence of token ids: {error}") from error
-        if tokens.ndim != 1 or not len(tokens):
+        if tokens.ndim != 1:
+            kind = type(prompt_token_ids).__name__
+            raise RequestError(f"the prompt is a {kind}: expected a flat sequence of token ids")
+        if not len(tokens):
             raise RequestError("the prompt is empty: expected at least one token")
         if tokens.dtype.kind not in "iu":
             raise RequestError(f"the prompt holds {tokens.dtype}: expected token ids")

@@ -225,7 +225,7 @@ def row_of(f: Field[Any], hint: Any) -> Row:
 
 def nearest(name: str, known: Sequence[str]) -> str:
     """The end of an error message: "; did you mean ...?", or nothing."""
-    close = difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f"; did you mean {close[0]}?" if close else ""
 
 

@@ -228,6 +228,10 @@ class SharedReduce:
             self._words[self._own + _LOST] = lost + 1
             self._words[self._own + _STATUS] = _FAILED  # last: peers read the rest after it
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long an operation waits from now on for a peer that lives."""
+        self._timeout_s = timeout_s
+
     def statistics(self) -> SharedReduceStatistics:
         """How much went through the memory so far."""
         return SharedReduceStatistics(
@@ -321,8 +325,8 @@ class SharedReduce:
         rank = peer // _LINE_WORDS
         return DeadlineExceeded(
             f"TP rank {self._rank} waited {waited_s:.1f} s for TP rank {rank} in operation "
-            f"{epoch} of the group (it is at {self._words[peer]}): do all ranks run the same "
-            f"steps? A longer timeout_s allows more",
+            f"{epoch} of the group, where it has not come (it is at {self._words[peer]}): is it "
+            "stopped, or do the ranks run different steps?",
             rank=rank,
         )
 

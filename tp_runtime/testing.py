@@ -30,7 +30,6 @@ This module imports no torch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib.util
 import inspect
@@ -49,6 +48,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_runtime.errors import ConfigError, TpRuntimeError
+from tp_runtime.orphans import end_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +58,6 @@ __all__ = ["RankExit", "RanksFailed", "run_ranks"]
 
 _RUN_DIRECTORY = "TP_RUNTIME_TEST_RUN_DIR"
 _PARENT = "TP_RUNTIME_TEST_PARENT"
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TAIL_BYTES = 4000
 _STACKS_BEFORE_KILL_S = 1.0
 _SURVIVORS_AFTER_FAILURE_S = 5.0
@@ -145,6 +144,17 @@ def run_ranks(
         (folder / "call.json").write_text(specification)
         with _reserved_port() as port:
             exits = _run(folder, world_size, port, timeout_s, dict(env or {}), expected)
+        silent = [
+            one.rank
+            for one in exits
+            if one.expected == one.exit_code == 0 and not _result_path(folder, one.rank).exists()
+        ]
+        if silent:
+            raise RanksFailed(
+                f"{fn.__qualname__} on {world_size} ranks: ranks {silent} ended with 0 before the "
+                "function returned",
+                exits,
+            )
         wrong = [one for one in exits if not one.as_expected]
         if wrong:
             names = ", ".join(str(one.rank) for one in wrong)
@@ -288,8 +298,12 @@ def _tail(path: Path) -> str:
         return log.read().decode(errors="replace")
 
 
+def _result_path(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.json"
+
+
 def _result(folder: Path, ended: RankExit) -> Any:
-    path = folder / f"rank-{ended.rank}.json"
+    path = _result_path(folder, ended.rank)
     if not path.exists():
         return None
     return json.loads(path.read_text())
@@ -316,17 +330,8 @@ def _load_module(name: str, path: str) -> ModuleType:
     return module
 
 
-def _end_with_parent(parent: int) -> None:
-    """Lets the kernel kill this rank when the process that started it dies, however it dies."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before that
-        sys.exit(f"the process {parent} that started this rank has ended")
-
-
 def _main() -> None:
-    _end_with_parent(int(os.environ[_PARENT]))
+    end_with_parent(int(os.environ[_PARENT]))
     folder = Path(os.environ[_RUN_DIRECTORY])
     call = json.loads((folder / "call.json").read_text())
     faulthandler.enable()
@@ -337,7 +342,7 @@ def _main() -> None:
         value = getattr(value, part)
     result = value(*call["args"])
     # Complete or not there: the rank may be killed at any time.
-    path = folder / f"rank-{os.environ['RANK']}.json"
+    path = _result_path(folder, int(os.environ["RANK"]))
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(result))
     unfinished.replace(path)

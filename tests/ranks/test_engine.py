@@ -264,3 +264,45 @@ def test_ranks_with_different_settings_refuse_naming_the_field(field: str) -> No
     messages = run_ranks(differing, 2, 60, args=(field,))
     assert f"rank 1: field {field}: expected" in messages[0]
     assert f"field {field}: expected" in messages[1]
+
+
+def stop_in_decode() -> dict[str, Any]:
+    """On each rank: rank 1 is stopped, as by a debugger or a frozen container."""
+    from tp_runtime import Engine, RankInfo, RuntimeConfig, SamplingParams
+    from tp_runtime.errors import DeadlineExceeded
+    from tp_runtime.step_plan import StepKind
+    from tp_runtime.step_runner import StepRunner
+
+    if RankInfo.from_env().tp_rank == 1:
+        run = StepRunner.run
+
+        def stopping(self: Any, plan: Any) -> Any:
+            if plan.kind is StepKind.DECODE and plan.step > 10:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return run(self, plan)
+
+        setattr(StepRunner, "run", stopping)
+    config = RuntimeConfig(
+        model="random:tiny", device="cpu", max_batch_size=1, broadcast_timeout_s=2.0
+    )
+    engine = Engine(config)
+    engine.start()
+    if engine.rank > 0:
+        engine.serve_peer()
+    began = time.monotonic()
+    try:
+        for _ in engine.generate([[1, 2, 3]], SamplingParams(max_tokens=200, ignore_eos=True)):
+            began = time.monotonic()
+    except DeadlineExceeded as error:
+        seconds = time.monotonic() - began
+        os.kill(engine._open_channel().pids[1], signal.SIGKILL)
+        engine.close()
+        return {"rank": error.rank, "seconds": seconds, "message": str(error)}
+    raise AssertionError("nobody noticed")
+
+
+def test_a_stopped_rank_is_late_after_the_broadcast_timeout() -> None:
+    seen = run_ranks(stop_in_decode, 2, 60, expect_exit={1: -9})[0]
+    assert seen["rank"] == 1
+    assert 1.5 < seen["seconds"] < 20, seen
+    assert "rank 1" in seen["message"]

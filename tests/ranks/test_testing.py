@@ -171,3 +171,12 @@ def test_what_cannot_be_called_elsewhere_is_refused() -> None:
         run_ranks(describe, 1, 60, args=(object(),))
     with pytest.raises(ConfigError, match="no such ranks"):
         run_ranks(describe, 1, 60, expect_exit={1: 1})
+
+
+def ends_without_a_word() -> None:
+    raise SystemExit(0)
+
+
+def test_a_rank_that_ends_before_it_returned_is_no_success() -> None:
+    with pytest.raises(RanksFailed, match="ended with 0 before the function returned"):
+        run_ranks(ends_without_a_word, 2, timeout_s=30)

@@ -131,7 +131,8 @@ def test_a_text_stream_that_breaks_ends_its_request_and_no_other(
     ("prompt", "problem"),
     [
         ([], "empty"),
-        ([[1], [2]], "empty"),
+        ([[1], [2]], "flat sequence"),
+        ("abc", "flat sequence"),
         ([[1], [2, 3]], "no sequence of token ids"),
         ([1.5], "float64"),
         ([-1], "token id -1 is outside"),
@@ -176,8 +177,14 @@ def test_abort_ends_one_request(engine: Engine) -> None:
 def test_leaving_generate_early_aborts_what_is_left(engine: Engine) -> None:
     outputs = engine.generate([[1, 2], [3, 4]], GREEDY)
     next(outputs)
+    other = engine.add_request([9], GREEDY)
     outputs.close()  # type: ignore[attr-defined]
-    assert {output.finish_reason for output in run(engine).values()} == {"abort"}
+    assert engine.unfinished == 1
+    assert list(run(engine)) == [other]
+    with pytest.raises(RequestError, match="outside of the vocabulary"):
+        next(engine.generate([[1], [2**20]], GREEDY))
+    again = [output for output in engine.generate([[1, 2], [3, 4]], GREEDY) if output.finished]
+    assert sorted(output.request_id for output in again) == ["0", "1"]
 
 
 def test_generate_wants_one_sampling_for_each_prompt(engine: Engine) -> None:
@@ -241,6 +248,8 @@ def test_what_is_not_started_or_closed_says_so() -> None:
         engine.add_request([1], SamplingParams(stop=("x",)))
     engine.close()
     engine.close()
+    with pytest.raises(TpRuntimeError, match="make a new one"):
+        engine.start()
     with pytest.raises(TpRuntimeError, match="closed"):
         engine.step()
 

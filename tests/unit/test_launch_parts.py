@@ -112,7 +112,7 @@ def test_a_wrong_command_line_is_one_line(words: list[str], message: str) -> Non
         (EnvError("x"), 2),
         (RequestError("x"), 2),
         (ModelNotFound("x"), 2),
-        (ModelFormatError("x"), 1),
+        (ModelFormatError("x"), 2),
         (PeerLost("x", rank=1, reason="x"), 1),
         (OSError("x"), 1),
         (RuntimeError("x"), 1),
