@@ -69,14 +69,14 @@ def selection_report(plan: BackendPlan, report: BenchReport | None, *, width: in
     errors = [model.error for entry in plan.entries for model in entry.models]
     if errors:
         notes.append(f"model error at most {100 * max(errors):.0f} %")
-        if max(errors) > _DISTURBED:
-            notes.append("the measurements were disturbed: measure again on a quiet machine")
     if report is not None:
         notes.append(f"{len(report.samples)} samples in {report.seconds:.1f} s")
         if not report.complete:
             notes.append("stopped by the time limit")
     if notes:
         parts.append(", ".join(notes))
+    if errors and max(errors) > _DISTURBED:
+        parts.append("the measurements were disturbed: measure again on a quiet machine")
     return "\n".join(parts)
 
 
