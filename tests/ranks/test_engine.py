@@ -221,7 +221,6 @@ def die(where: str, victim: int) -> dict[str, Any]:
         ("prefill", 2, 1),
         ("decode", 2, 1),
         ("decode", 3, 2),
-        ("join", 2, 0),
         ("decode", 2, 0),
         *(
             pytest.param(where, tp_size, victim, marks=pytest.mark.long)

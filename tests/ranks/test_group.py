@@ -391,6 +391,7 @@ def test_survivors_name_a_killed_rank(victim: int, world_size: int, shared: bool
             assert seconds < 5
 
 
+@pytest.mark.long
 def test_torchruns_own_store_is_used(tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(
