@@ -59,3 +59,9 @@ def test_the_wheel_has_one_top_level_name_and_all_of_the_code() -> None:
 
 def test_the_package_says_that_it_is_typed() -> None:
     assert (ROOT / "tp_runtime" / "py.typed").is_file()
+
+
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    # pytest imports test files by their base name: two of one name cannot be collected together
+    names = [path.name for path in (ROOT / "tests").glob("*/test_*.py")]
+    assert len(names) == len(set(names))
