@@ -16,7 +16,7 @@ from tp_runtime.broadcast.control import clip
 from tp_runtime.broadcast.deadline import Deadline
 from tp_runtime.broadcast.failure import FailureLatch
 from tp_runtime.broadcast.handshake import Identity
-from tp_runtime.broadcast.statistics import BroadcasterStatistics, Counters
+from tp_runtime.broadcast.statistics import BroadcasterStatistics, Counters, PeerStatistics
 from tp_runtime.errors import (
     BroadcastError,
     ChannelClosed,
@@ -109,6 +109,7 @@ class CpuTpBroadcaster(ABC):
         from tp_runtime.broadcast.join_peer import join_group
         from tp_runtime.broadcast.join_root import admit_peers
         from tp_runtime.broadcast.peer import PeerBroadcaster
+        from tp_runtime.broadcast.progress import Progress, make_page
         from tp_runtime.broadcast.root import RootBroadcaster
 
         config = BroadcasterConfig() if config is None else config
@@ -119,10 +120,16 @@ class CpuTpBroadcaster(ABC):
         deadline = Deadline(config.join_timeout_s)
         identity = Identity.of(config, rank=rank, world_size=world_size)
         if rank == 0:
-            links = {}
-            if world_size > 1:
-                links = admit_peers(address, identity=identity, config=config, deadline=deadline)
-            return RootBroadcaster(links, world_size=world_size, config=config)
+            links, page = {}, make_page(world_size)
+            try:
+                progress = Progress(page, world_size=world_size)
+                if world_size > 1:
+                    links = admit_peers(
+                        address, identity=identity, page=page, config=config, deadline=deadline
+                    )
+            finally:
+                os.close(page)
+            return RootBroadcaster(links, progress=progress, world_size=world_size, config=config)
         membership = join_group(address, identity=identity, config=config, deadline=deadline)
         return PeerBroadcaster(membership, rank=rank, world_size=world_size, config=config)
 
@@ -219,9 +226,25 @@ class CpuTpBroadcaster(ABC):
     def pids(self) -> tuple[int, ...]:
         """Process of each rank, by rank; 0 where it is in another pid namespace."""
 
-    @abstractmethod
     def statistics(self) -> BroadcasterStatistics:
-        """Counters since the join. Thread-safe."""
+        """Counters since the join. Thread-safe; a peer's times lag by the message just taken."""
+        counters = self._counters
+        return BroadcasterStatistics(
+            rank=self.rank,
+            world_size=self.world_size,
+            sequence=self._sequence,
+            messages=counters.messages,
+            body_bytes=counters.body_bytes,
+            large_messages=counters.large_messages,
+            confirms=counters.confirms,
+            refused=counters.refused,
+            heartbeats=counters.heartbeats,
+            waits=counters.waits,
+            misses=counters.misses,
+            spun_s=counters.spun_s,
+            latency_us=tuple(counters.latency_us),
+            peers=self._peer_statistics(),
+        )
 
     def close(self) -> None:
         """Leave in good order. Idempotent, never raises for a broken channel.
@@ -270,6 +293,9 @@ class CpuTpBroadcaster(ABC):
     @abstractmethod
     def _farewell(self) -> None:
         """Say good-bye in good order; raises nothing."""
+
+    def _peer_statistics(self) -> tuple[PeerStatistics, ...]:
+        return ()
 
     @abstractmethod
     def _stop_watch(self) -> None:

@@ -11,6 +11,7 @@ Extension type 1 is an integer array: dtype code (1 byte), ndim (1), zero (2), e
 from __future__ import annotations
 
 import array
+import functools
 import struct
 import sys
 import threading
@@ -26,6 +27,10 @@ Message: TypeAlias = Any
 ARRAY_EXT = 1
 MAX_DEPTH = 64
 MAX_ITEMS = 1 << 20
+# From here on a copy costs more than a piece of its own in the system call.
+LARGE_BYTES = 64 << 10
+_MSGPACK_BIN32 = 0xC6
+_MSGPACK_EXT32 = 0xC9
 _MAX_DIMS = 8
 _ARRAY_HEAD = struct.Struct("<BBH")
 _DTYPES: dict[int, np.dtype[Any]] = {
@@ -49,13 +54,73 @@ def encode(message: Message) -> bytes:
     Raises:
         ProtocolError: something in it may not travel; the message names the path to it.
     """
-    _check(message, "$", 0)
+    # one pass in C decides the message of a step, a list of numbers
+    if type(message) is not list or not _SCALARS.issuperset(map(type, message)):
+        _check(message, "$", 0)
+    elif len(message) > MAX_ITEMS:
+        _check_count(len(message), "$")
+    packer = _local.packer
     try:
-        packed: bytes = _local.packer.pack(message)
+        packed: bytes = packer.pack(message)
     except (OverflowError, UnicodeEncodeError, ValueError, TypeError, BufferError) as error:
-        _local.packer.reset()  # it keeps what it had packed by then
+        packer.reset()  # it keeps what it had packed by then
         raise ProtocolError(f"message cannot be encoded: {_culprit(message, '$')}{error}") from None
     return packed
+
+
+def encode_parts(message: Message) -> list[bytes | memoryview]:
+    """As `encode`, in pieces to be written in a row: large buffers are taken as they lie.
+
+    Such are bytes, views and arrays of `LARGE_BYTES` and more, as the message itself or as a value
+    of a dict that is the message. They must not change before the message is sent.
+
+    Raises:
+        ProtocolError: as `encode`.
+    """
+    kind = type(message)
+    if kind is list or (kind is dict and not any(map(_is_large, message.values()))):
+        return [encode(message)]
+    if kind is not dict:
+        return _large_parts(message, "$") if _is_large(message) else [encode(message)]
+    _check_count(len(message), "$")
+    parts: list[bytes | memoryview] = [_local.packer.pack_map_header(len(message))]
+    for key, item in message.items():
+        if type(key) is not str:
+            raise ProtocolError(f"$: dict keys must be str, got {type(key).__name__}")
+        parts.append(encode(key))
+        if _is_large(item):
+            parts += _large_parts(item, f"$.{key}")
+        else:
+            _check(item, f"$.{key}", 1)
+            parts.append(encode(item))
+    return parts
+
+
+def _is_large(value: Message) -> bool:
+    kind = type(value)
+    if kind is bytes or kind is bytearray:
+        return len(value) >= LARGE_BYTES
+    if kind is memoryview or kind is np.ndarray:
+        return bool(value.nbytes >= LARGE_BYTES)
+    return False
+
+
+def _large_parts(value: Message, path: str) -> list[bytes | memoryview]:
+    if isinstance(value, np.ndarray):
+        _check_array(value, path)
+        head, elements = _array_parts(value)
+        length, prefix = len(head) + elements.nbytes, bytes((_MSGPACK_EXT32,))
+        head = struct.pack(">IB", length, ARRAY_EXT) + head
+    else:
+        try:
+            elements = memoryview(value).cast("B")
+        except TypeError as error:
+            raise ProtocolError(f"{path}: a view that is not contiguous ({error})") from None
+        length, prefix = elements.nbytes, bytes((_MSGPACK_BIN32,))
+        head = struct.pack(">I", length)
+    if length >= 1 << 32:
+        raise ProtocolError(f"{path}: {length} bytes, one buffer may have less than 4 GiB")
+    return [prefix + head, elements]
 
 
 def decode(body: bytes | memoryview) -> Message:
@@ -65,21 +130,11 @@ def decode(body: bytes | memoryview) -> Message:
         ProtocolError: the bytes are truncated, damaged, or followed by others.
     """
     size = len(body)
-    items = min(size, MAX_ITEMS)
     try:
-        return msgpack.unpackb(
-            body,
-            raw=False,
-            use_list=True,
-            strict_map_key=True,
-            object_hook=_check_keys,
-            ext_hook=_extension,
-            max_str_len=size,
-            max_bin_len=size,
-            max_ext_len=size,
-            max_array_len=items,
-            max_map_len=items,
-        )
+        if size <= MAX_ITEMS:
+            # nothing in it can be longer than the body itself, which is what msgpack checks
+            return _unpack(body)
+        return _unpack(body, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise ProtocolError(f"body of {size} bytes cannot be decoded: {error}") from None
 
@@ -153,14 +208,19 @@ def _default(value: Any) -> Any:
         return list(value)
     if type(value) is int:
         raise OverflowError(f"integer of {value.bit_length()} bits, at most 64 may travel")
-    numbers = np.asarray(value)
+    head, elements = _array_parts(np.asarray(value))
+    return msgpack.ExtType(ARRAY_EXT, head + elements.tobytes())
+
+
+def _array_parts(numbers: np.ndarray[Any, Any]) -> tuple[bytes, memoryview]:
+    """Header and elements of extension type 1."""
     little = np.ascontiguousarray(numbers, dtype=numbers.dtype.newbyteorder("<"))
     # ascontiguousarray gives a 0-d array one dimension: the shape is that of the original
     shape = numbers.shape
     head = _ARRAY_HEAD.pack(_CODES[little.dtype], len(shape), 0)
     head += struct.pack(f"<{len(shape)}I", *shape)
     head += bytes(-len(head) % 8)
-    return msgpack.ExtType(ARRAY_EXT, head + little.tobytes())
+    return head, little.reshape(-1).view(np.uint8).data
 
 
 def _extension(code: int, data: bytes) -> np.ndarray[Any, Any]:
@@ -213,3 +273,11 @@ if sys.byteorder != "little":  # pragma: no cover
 
 
 _local = _Local()
+_unpack = functools.partial(
+    msgpack.unpackb,
+    raw=False,
+    use_list=True,
+    strict_map_key=True,
+    object_hook=_check_keys,
+    ext_hook=_extension,
+)

@@ -1,23 +1,26 @@
-"""The same packets to every peer: first to all that can take them, then to the rest."""
+"""The same frame to every peer: first to all that can take them, then to the rest."""
 
 from __future__ import annotations
 
 import logging
 import select
+import socket
 import time
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from tp_runtime.broadcast.deadline import Deadline
+from tp_runtime.broadcast.wire import MEMFD_MARK
+
 if TYPE_CHECKING:
-    from tp_runtime.broadcast.deadline import Deadline
+    from collections.abc import Callable, Sequence
+
     from tp_runtime.broadcast.link import Link
+    from tp_runtime.broadcast.statistics import Counters
 
 log = logging.getLogger(__name__)
 
-# A packet and the descriptors attached to it.
-Part = tuple[bytes, Sequence[int]]
-
 _LONGEST_WAIT_S = 3600.0
+_NO_SIGNAL = socket.MSG_NOSIGNAL
 
 
 class LinkBroken(Exception):
@@ -32,9 +35,10 @@ class LinkBroken(Exception):
 class LinksFull(Exception):
     """The buffers of these peers stayed full until the deadline."""
 
-    def __init__(self, links: list[Link]) -> None:
+    def __init__(self, links: list[Link], deadline: Deadline) -> None:
         super().__init__(f"ranks {[link.rank for link in links]}")
         self.links = links
+        self.deadline = deadline
 
 
 class FanOut:
@@ -44,57 +48,81 @@ class FanOut:
         wake_fd: becomes readable when the channel ends; `check` then raises why.
     """
 
-    def __init__(self, links: Sequence[Link], *, wake_fd: int, check: Callable[[], None]) -> None:
-        self._order = list(links)
+    def __init__(
+        self,
+        links: Sequence[Link],
+        *,
+        wake_fd: int,
+        check: Callable[[], None],
+        counters: Counters,
+    ) -> None:
+        self._order = [(link.data.sock.send, link) for link in links]
         self._wake_fd = wake_fd
         self._check = check
-        # Per rank: sends that found a full buffer; waits of the second pass.
+        self._counters = counters
+        # Per rank: sends that found a full buffer.
         self.full = {link.rank: 0 for link in links}
-        self.waits = 0
 
-    def send(self, parts: Sequence[Part], deadline: Deadline) -> None:
-        """Send all parts to all peers.
+    def send(self, frame: bytes, *, timeout_s: float, memfd: int = -1) -> None:
+        """Send a frame to all peers, and the memfd that holds its body if there is one.
+
+        Args:
+            timeout_s: how long buffers may stay full, seconds.
 
         Raises:
-            LinkBroken, LinksFull: some peers may have the parts and some not.
+            LinkBroken, LinksFull: some peers may have the frame and some not.
         """
-        waiting: dict[int, tuple[Link, int]] = {}
         # Wake another peer first each time: the last of a row waits for all wake-ups.
         self._order.append(self._order.pop(0))
-        for link in self._order:
-            sent = _try_parts(link, parts, 0)
-            if sent < len(parts):
-                self.full[link.rank] += 1
-                waiting[link.data.fileno()] = (link, sent)
-        if waiting:
-            self._send_rest(waiting, parts, deadline)
+        waiting: list[tuple[Link, int]] | None = None
+        for send, link in self._order:
+            try:
+                send(frame, _NO_SIGNAL)
+            except BlockingIOError:
+                waiting = waiting or []
+                waiting.append((link, 0))
+            except OSError as error:
+                raise LinkBroken(link, error) from None
+            else:
+                if memfd >= 0 and not _try_memfd(link, memfd):
+                    waiting = waiting or []
+                    waiting.append((link, 1))
+        if waiting is not None:
+            self._send_rest(waiting, frame, memfd, Deadline(timeout_s))
 
     def _send_rest(
-        self, waiting: dict[int, tuple[Link, int]], parts: Sequence[Part], deadline: Deadline
+        self, full: list[tuple[Link, int]], frame: bytes, memfd: int, deadline: Deadline
     ) -> None:
+        """The second pass, over those whose buffers were full; with each, packets sent to it."""
+        waiting = {link.data.fileno(): (link, sent) for link, sent in full}
+        packets = 1 if memfd < 0 else 2
         with select.epoll() as epoll:
             epoll.register(self._wake_fd, select.EPOLLIN)
-            for descriptor in waiting:
+            for descriptor, (link, _) in waiting.items():
+                self.full[link.rank] += 1
                 epoll.register(descriptor, select.EPOLLOUT)
             while waiting:
                 if deadline.expired():
-                    raise LinksFull([link for link, _ in waiting.values()])
+                    raise LinksFull([link for link, _ in waiting.values()], deadline)
                 asked_s, started_s = deadline.remaining_s(), time.monotonic()
-                self.waits += 1
+                self._counters.waits += 1
                 events = epoll.poll(min(asked_s, _LONGEST_WAIT_S))
                 deadline.woke(slept_from_s=started_s, asked_s=asked_s)
                 self._check()
                 for descriptor, _ in events:
                     link, sent = waiting[descriptor]
-                    sent = _try_parts(link, parts, sent)
+                    if sent == 0:
+                        sent += _try_frame(link, frame)
+                    if sent == 1 and memfd >= 0:
+                        sent += _try_memfd(link, memfd)
                     waiting[descriptor] = (link, sent)
-                    if sent == len(parts):
+                    if sent == packets:
                         epoll.unregister(descriptor)
                         del waiting[descriptor]
 
     def send_last(self, packet: bytes, deadline: Deadline) -> None:
         """Send to everybody who can still be reached; raises nothing."""
-        waiting = {link.data.fileno(): link for link in self._order if not link.left}
+        waiting = {link.data.fileno(): link for _, link in self._order if not link.left}
         with select.epoll() as epoll:
             for descriptor in waiting:
                 epoll.register(descriptor, select.EPOLLOUT)
@@ -114,15 +142,21 @@ class FanOut:
                     epoll.poll(min(deadline.remaining_s(), _LONGEST_WAIT_S))
 
 
-def _try_parts(link: Link, parts: Sequence[Part], sent: int) -> int:
-    """Send as many parts as the buffer takes; how many are sent in all."""
-    while sent < len(parts):
-        packet, descriptors = parts[sent]
-        try:
-            link.data.send(packet, descriptors)
-        except BlockingIOError:
-            return sent
-        except OSError as error:
-            raise LinkBroken(link, error) from None
-        sent += 1
-    return sent
+def _try_frame(link: Link, frame: bytes) -> bool:
+    try:
+        link.data.send(frame)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise LinkBroken(link, error) from None
+    return True
+
+
+def _try_memfd(link: Link, memfd: int) -> bool:
+    try:
+        link.data.send(MEMFD_MARK, (memfd,))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise LinkBroken(link, error) from None
+    return True

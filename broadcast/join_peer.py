@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from tp_runtime.broadcast.codec import field
 from tp_runtime.broadcast.control import ControlFrame, ControlPort
 from tp_runtime.broadcast.link import Link, Sibling
+from tp_runtime.broadcast.progress import Progress
 from tp_runtime.broadcast.rendezvous import connect
 from tp_runtime.broadcast.sockets import PacketSocket, close_all
 from tp_runtime.broadcast.wire import Kind
@@ -30,6 +31,7 @@ class Membership:
     """What a peer has after the join."""
 
     root: Link
+    progress: Progress
     siblings: dict[int, Sibling]
 
 
@@ -133,9 +135,9 @@ def _check_welcome(welcome: ControlFrame, identity: Identity) -> None:
     got = field(welcome.body, "rank", int)
     if got != identity.rank:
         raise HandshakeRefused(f"field rank: expected {identity.rank}, rank 0 welcomed {got}")
-    if len(welcome.descriptors) != 1:
+    if len(welcome.descriptors) != 2:
         raise HandshakeRefused(
-            f"rank {identity.rank}: WELCOME with {len(welcome.descriptors)} descriptors, expected 1"
+            f"rank {identity.rank}: WELCOME with {len(welcome.descriptors)} descriptors, expected 2"
         )
 
 
@@ -151,15 +153,19 @@ def _membership(
         raise HandshakeRefused(
             f"field pidfd_ranks: {ranks!r} with {len(ready.descriptors)} descriptors"
         )
+    data_end, page = welcome.descriptors
+    try:
+        progress = Progress(page, world_size=size)
+    except ProtocolError as error:
+        raise HandshakeRefused(f"rank {identity.rank} refuses rank 0: {error}") from None
     pidfds = dict(zip(ranks, ready.descriptors, strict=True))
-    own = pidfds.pop(identity.rank, None)
-    if own is not None:
-        os.close(own)
-    data = PacketSocket(socket.socket(fileno=welcome.descriptors[0]))
+    unneeded = [page, *(pidfds.pop(rank) for rank in ranks if rank == identity.rank)]
+    data = PacketSocket(socket.socket(fileno=data_end))
     root = Link(rank=0, pid=pids[0], pidfd=pidfds.pop(0, -1), data=data, control=port)
     siblings = {
         rank: Sibling(rank=rank, pid=pids[rank], pidfd=pidfds.get(rank, -1))
         for rank in range(1, size)
         if rank != identity.rank
     }
-    return Membership(root=root, siblings=siblings)
+    close_all(unneeded)
+    return Membership(root=root, progress=progress, siblings=siblings)

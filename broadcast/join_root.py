@@ -40,9 +40,17 @@ class _Candidate:
 
 
 def admit_peers(
-    path: str | Path, *, identity: Identity, config: BroadcasterConfig, deadline: Deadline
+    path: str | Path,
+    *,
+    identity: Identity,
+    page: int,
+    config: BroadcasterConfig,
+    deadline: Deadline,
 ) -> dict[int, Link]:
     """Listen until every rank has joined; then the file and the listener are gone.
+
+    Args:
+        page: descriptor of the `Progress` memory that every peer gets.
 
     Returns:
         A link for each rank 1 .. world_size - 1.
@@ -54,7 +62,7 @@ def admit_peers(
     """
     listener = Listener(path, backlog=identity.world_size + 16)
     with select.epoll() as epoll:
-        join = _Join(listener, epoll, identity=identity, config=config, path=Path(path))
+        join = _Join(listener, epoll, identity=identity, page=page, config=config, path=Path(path))
         try:
             join.run(deadline)
         except BaseException as error:
@@ -73,6 +81,7 @@ class _Join:
         epoll: select.epoll,
         *,
         identity: Identity,
+        page: int,
         config: BroadcasterConfig,
         path: Path,
     ) -> None:
@@ -83,6 +92,7 @@ class _Join:
         self._listener = listener
         self._epoll = epoll
         self._identity = identity
+        self._page = page
         self._config = config
         self._path = path
         epoll.register(listener.sock.fileno(), select.EPOLLIN)
@@ -170,7 +180,7 @@ class _Join:
         body = {**self._identity.body(), "rank": rank, "token": self._identity.token}
         try:
             with theirs:
-                candidate.port.send(Kind.WELCOME, body, [theirs.fileno()])
+                candidate.port.send(Kind.WELCOME, body, [theirs.fileno(), self._page])
             pidfd = open_pidfd(candidate.who.pid)
         except OSError as error:
             # gone between its HELLO and our answer: it never was a member

@@ -12,9 +12,13 @@ if TYPE_CHECKING:
 
 # Spinning longer than this for one message is not latency any more, it is heating.
 LATENCY_SPIN_S = 0.02
-# A timer wakes late by 50-80 us; a margin near that misses more than it hits.
-_LEAST_MARGIN_S = 300e-6
+# Bounds of how early the spin for an announced message begins: never shorter than the jitter of
+# a quiet machine, never longer than it may cost, in seconds and as a share of the interval.
+_LEAST_MARGIN_S = 50e-6
 _MOST_MARGIN_S = 2e-3
+_MOST_SHARE = 0.2
+# A timer wakes late by 50-80 us on a usual machine; what it is on this one is learned.
+_TIMER_LATE_S = 80e-6
 # An announced message further away than this is waited for in the kernel.
 _LONGEST_PREDICTION_S = 1.0
 _SELECT_LIMIT = 1024
@@ -56,17 +60,20 @@ class Pace:
         may_spin: there is a core for every rank; otherwise a spin only delays the others.
     """
 
-    __slots__ = ("_error_s", "_expected_s", "_trusted", "mode")
+    __slots__ = ("_error_s", "_expected_s", "_interval_s", "_late_s", "_trusted", "mode")
 
     def __init__(self, mode: WaitMode, *, may_spin: bool) -> None:
         self.mode: WaitMode = mode if may_spin else "efficient"
         self._expected_s = 0.0
+        self._interval_s = 0.0
         self._error_s = 0.0
+        self._late_s = _TIMER_LATE_S
         self._trusted = True
 
     @property
     def _margin_s(self) -> float:
-        return min(_MOST_MARGIN_S, _LEAST_MARGIN_S + 3 * self._error_s)
+        wanted_s = _LEAST_MARGIN_S + 2 * self._late_s + 3 * self._error_s
+        return min(wanted_s, _MOST_MARGIN_S, _MOST_SHARE * self._interval_s)
 
     def plan(self, now_s: float) -> tuple[float, float]:
         """Points of the clock until which to sleep and then to spin; in the past = do not."""
@@ -83,6 +90,11 @@ class Pace:
         margin_s = self._margin_s
         return expected_s - margin_s, expected_s + margin_s
 
+    def woke(self, *, late_s: float) -> None:
+        """Learn from a sleep that ended this much after its time; negative: a message ended it."""
+        if late_s >= 0:
+            self._late_s += 0.1 * (min(late_s, _MOST_MARGIN_S) - self._late_s)
+
     def observe(self, *, sent_s: float, interval_s: float) -> None:
         """Learn from a message: how far off its announcement was, and what it announces."""
         if self._expected_s:
@@ -91,27 +103,35 @@ class Pace:
             self._trusted = error_s <= self._margin_s
             self._error_s += 0.2 * (error_s - self._error_s)
         self._expected_s = sent_s + interval_s if interval_s > 0 else 0.0
+        self._interval_s = interval_s
 
 
 class Cadence:
-    """Rank 0's expected interval to its next message, when the caller does not tell it."""
+    """Rank 0's expected interval to its next message, learned for each kind of message."""
 
-    __slots__ = ("_interval_s", "_last_s")
+    __slots__ = ("_intervals_s", "_kind", "_last_s")
 
     def __init__(self) -> None:
-        self._interval_s = 0.0
+        self._intervals_s: dict[int, float] = {}
+        self._kind = 0
         self._last_s = 0.0
 
-    def next_interval_s(self, now_s: float) -> float:
-        """Count a message sent now; seconds to the next one, 0 = unknown."""
+    def next_interval_s(self, now_s: float, kind: int = 0) -> float:
+        """Count a message sent now; seconds to the next one, 0 = unknown.
+
+        Args:
+            kind: messages of one kind are followed by intervals of one length, as a step of
+                decode by a short and a step of prefill by a long one.
+        """
         gap_s, self._last_s = now_s - self._last_s, now_s
+        known, before = self._intervals_s, self._kind
+        self._kind = kind
         if gap_s > _LONGEST_PREDICTION_S:
-            self._interval_s = 0.0
-        elif self._interval_s == 0.0:
-            self._interval_s = gap_s
+            known.pop(before, None)
         else:
-            self._interval_s += 0.2 * (gap_s - self._interval_s)
-        return self._interval_s
+            mean_s = known.get(before, gap_s)
+            known[before] = mean_s + 0.2 * (gap_s - mean_s)
+        return known.get(kind, 0.0)
 
 
 class Sleeper:
@@ -137,8 +157,3 @@ class Sleeper:
 
     def close(self) -> None:
         self._epoll.close()
-
-
-def spin_yield() -> None:
-    """Between two looks of a spin: let whoever needs this core have it."""
-    os.sched_yield()

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import select
 import time
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tp_runtime.broadcast.broadcaster import CAUSE_S, CpuTpBroadcaster
 from tp_runtime.broadcast.codec import Message, decode, field
 from tp_runtime.broadcast.control import MAX_TEXT_BYTES, ControlFrame, clip
 from tp_runtime.broadcast.deadline import Deadline
-from tp_runtime.broadcast.pace import Pace, Sleeper, cores_available, spin_yield
+from tp_runtime.broadcast.inbox import Inbox
+from tp_runtime.broadcast.pace import Pace, cores_available
 from tp_runtime.broadcast.sockets import close_all, process_state, read_memfd
-from tp_runtime.broadcast.statistics import BroadcasterStatistics
 from tp_runtime.broadcast.watch import Watch
-from tp_runtime.broadcast.wire import MEMFD_MARK, Header, Kind, parse_frame
+from tp_runtime.broadcast.wire import (
+    HEADER_BYTES,
+    MEMFD_MARK,
+    Header,
+    Kind,
+    PlainFrames,
+    parse_frame,
+)
 from tp_runtime.errors import (
     BroadcastError,
     ChannelClosed,
@@ -28,8 +35,6 @@ if TYPE_CHECKING:
 
     from tp_runtime.broadcast.config import BroadcasterConfig
     from tp_runtime.broadcast.join_peer import Membership
-
-T = TypeVar("T")
 
 # Rank 0 names who kept everybody waiting; its word is waited for a little longer than its promise.
 _VERDICT_S = 0.25
@@ -46,14 +51,24 @@ class PeerBroadcaster(CpuTpBroadcaster):
         super().__init__(rank=rank, world_size=world_size, config=config)
         self._root = membership.root
         self._siblings = membership.siblings
+        self._progress = membership.progress
         self._unanswered = 0
         self._promised_s = 0.0
         # Written by the watch too; a float is replaced whole.
         self._heard_s = time.monotonic()
         self._closing = False
         self._bye_ok = False
+        self._plain = PlainFrames(epoch=config.epoch, most_bytes=config.max_message_bytes)
         self._pace = Pace(config.wait, may_spin=cores_available() >= world_size)
-        self._sleeper = Sleeper(self._root.data.fileno(), self._latch.wake_fd)
+        self._inbox = Inbox(
+            self._root.data,
+            pace=self._pace,
+            wake_fd=self._latch.wake_fd,
+            check=self._latch.check,
+            counters=self._counters,
+        )
+        # Send time, arrival and announced interval of the message taken last, not yet accounted.
+        self._arrival: tuple[int, int, int] | None = None
         pidfds = {s.rank: s.pidfd for s in self._siblings.values()}
         self._watch = Watch(
             self,
@@ -79,13 +94,14 @@ class PeerBroadcaster(CpuTpBroadcaster):
                 f"rank {self.rank}: message {self._unanswered} is to be confirmed; "
                 "call acknowledge before the next receive"
             )
-        deadline = Deadline(self.config.timeout_s if timeout_s is None else timeout_s)
-        header, message = self._next(deadline, silence=True)
-        if header.kind is Kind.CONFIRM:
-            self._unanswered = header.sequence
-            self._promised_s = header.interval_us / 1e6
-        elif header.kind is not Kind.MESSAGE:
-            self._raise_garbage(f"{header.kind.name} without a question")
+        if timeout_s is None:
+            timeout_s = self.config.timeout_s
+        kind, interval_us, message = self._next(timeout_s, silence=True)
+        if kind is Kind.CONFIRM:
+            self._unanswered = self._sequence
+            self._promised_s = interval_us / 1e6
+        elif kind is not Kind.MESSAGE:
+            self._raise_garbage(f"{kind.name} without a question")
         self._counters.messages += 1
         return message
 
@@ -104,9 +120,9 @@ class PeerBroadcaster(CpuTpBroadcaster):
         deadline = Deadline(timeout_s)
         self._send_answer({"sequence": sequence, "ok": bool(ok), "detail": detail}, deadline)
         self._unanswered = 0
-        header, body = self._next(deadline, silence=False)
-        if header.kind is not Kind.DECISION or field(body, "sequence", int) != sequence:
-            self._raise_garbage(f"{header.kind.name} instead of the decision on {sequence}")
+        kind, _, body = self._next(deadline.remaining_s(), silence=False)
+        if kind is not Kind.DECISION or field(body, "sequence", int) != sequence:
+            self._raise_garbage(f"{kind.name} instead of the decision on {sequence}")
         committed: bool = field(body, "committed", bool)
         if committed and not ok:
             self._raise_garbage(f"commit of message {sequence}, which this rank refused")
@@ -134,38 +150,27 @@ class PeerBroadcaster(CpuTpBroadcaster):
 
     # taking frames off the data socket -------------------------------------------------------
 
-    def _next(self, deadline: Deadline, *, silence: bool) -> tuple[Header, Message]:
-        """The next frame, checked and decoded. Anything wrong with it fails the channel."""
+    def _next(self, timeout_s: float, *, silence: bool) -> tuple[Kind, int, Message]:
+        """Kind, announced interval and content of the next frame.
+
+        Anything wrong with it fails the channel.
+        """
+        if self._arrival is not None:
+            self._account(*self._arrival)
         self._in_call = True
         try:
-            packet = self._await(self._root.data.receive, deadline, silence=silence)
+            packet = self._take(timeout_s, silence=silence)
             if not packet:
                 self._raise_end()
             now_ns = time.monotonic_ns()
-            header, body = parse_frame(
-                packet, sequence=self._sequence + 1, epoch=self.config.epoch, now_ns=now_ns
-            )
-            self._sequence = header.sequence
-            self._heard_s = now_ns / 1e9
-            if header.kind is Kind.CLOSE:
-                self._raise_closed()
-            if header.kind > Kind.CLOSE:
-                raise ProtocolError(f"{header.kind.name} frame on the data socket")
-            if header.length > self.config.max_message_bytes:
-                raise ProtocolError(
-                    f"message of {header.length} bytes, max_message_bytes is "
-                    f"{self.config.max_message_bytes}"
-                )
-            counters = self._counters
-            counters.body_bytes += header.length
-            counters.count_latency(now_ns - header.sent_ns)
-            self._pace.observe(
-                sent_s=header.sent_ns / 1e9,
-                interval_s=header.interval_us / 1e6 if header.kind is Kind.MESSAGE else 0.0,
-            )
-            if header.in_memfd:
-                return header, self._large_body(header, deadline)
-            return header, decode(body)
+            sequence = self._sequence + 1
+            times = self._plain.times(packet, sequence=sequence, now_ns=now_ns)
+            if times is None:
+                return self._unusual(packet, now_ns, timeout_s)
+            sent_ns, interval_us = times
+            message = decode(packet[HEADER_BYTES:])
+            self._took(sequence, sent_ns, now_ns, interval_us, len(packet) - HEADER_BYTES)
+            return Kind.MESSAGE, interval_us, message
         except ProtocolError as error:
             if self._latch.error is error:
                 raise
@@ -173,16 +178,63 @@ class PeerBroadcaster(CpuTpBroadcaster):
         finally:
             self._in_call = False
 
-    def _large_body(self, header: Header, deadline: Deadline) -> Message:
-        take = self._root.data.receive_with_descriptors
-        mark, descriptors = self._await(take, deadline, silence=True)
+    def _unusual(
+        self, packet: memoryview, now_ns: int, timeout_s: float
+    ) -> tuple[Kind, int, Message]:
+        """Every frame that is not the plain message of a step."""
+        header, body = parse_frame(
+            packet, sequence=self._sequence + 1, epoch=self.config.epoch, now_ns=now_ns
+        )
+        if header.kind is Kind.CLOSE:
+            self._took(header.sequence, header.sent_ns, now_ns, 0, 0)
+            self._raise_closed()
+        if header.kind > Kind.CLOSE:
+            raise ProtocolError(f"{header.kind.name} frame on the data socket")
+        if header.length > self.config.max_message_bytes:
+            raise ProtocolError(
+                f"message of {header.length} bytes, max_message_bytes is "
+                f"{self.config.max_message_bytes}"
+            )
+        message = self._large_body(header, timeout_s) if header.in_memfd else decode(body)
+        # The interval of a confirm is a promise of its decision, not the time to the next message.
+        announced_us = header.interval_us if header.kind is Kind.MESSAGE else 0
+        self._took(header.sequence, header.sent_ns, now_ns, announced_us, header.length)
+        return header.kind, header.interval_us, message
+
+    def _took(
+        self, sequence: int, sent_ns: int, now_ns: int, interval_us: int, length: int
+    ) -> None:
+        self._sequence = sequence
+        self._progress.note(self.rank, sequence)
+        self._counters.body_bytes += length
+        # The rest of the book-keeping waits until the caller has what it waited for.
+        self._arrival = sent_ns, now_ns, interval_us
+
+    def _account(self, sent_ns: int, now_ns: int, interval_us: int) -> None:
+        self._arrival = None
+        self._heard_s = max(self._heard_s, now_ns / 1e9)
+        self._counters.count_latency(now_ns - sent_ns)
+        self._pace.observe(sent_s=sent_ns / 1e9, interval_s=interval_us / 1e6)
+
+    def _large_body(self, header: Header, timeout_s: float) -> Message:
+        descriptors: list[int] = []
+
+        def mark() -> memoryview | None:
+            try:
+                packet, attached = self._root.data.receive_with_descriptors()
+            except BlockingIOError:
+                return None
+            descriptors.extend(attached)
+            return packet
+
         try:
-            if not mark:
+            packet = self._block(mark, Deadline(timeout_s), silence=True)
+            if not packet:
                 self._raise_end()
-            if mark != MEMFD_MARK or len(descriptors) != 1:
+            if packet != MEMFD_MARK or len(descriptors) != 1:
                 raise ProtocolError(
                     f"large body: expected one descriptor, got {len(descriptors)} "
-                    f"and {len(mark)} bytes"
+                    f"and {len(packet)} bytes"
                 )
             self._counters.large_messages += 1
             with read_memfd(descriptors[0], header.length) as mapped, memoryview(mapped) as view:
@@ -190,32 +242,30 @@ class PeerBroadcaster(CpuTpBroadcaster):
         finally:
             close_all(descriptors)
 
-    def _await(self, take: Callable[[], T], deadline: Deadline, *, silence: bool) -> T:
-        """What `take` gives as soon as it gives something: sleep, spin or block until then."""
-        taken = self._try(take)
-        if taken is not None:
-            return taken
-        now_s = time.monotonic()
-        sleep_until_s, spin_until_s = self._pace.plan(now_s)
-        deadline_s = now_s + deadline.remaining_s()
-        if sleep_until_s > now_s:
-            self._counters.waits += 1
-            self._sleeper.sleep(min(sleep_until_s, deadline_s) - now_s)
-        while time.monotonic() < min(spin_until_s, deadline_s):
-            taken = self._try(take)
-            if taken is not None:
-                return taken
-            self._latch.check()
-            spin_yield()
-        self._counters.misses += spin_until_s > now_s
-        return self._block(take, deadline, silence=silence)
+    def _take(self, timeout_s: float, *, silence: bool) -> memoryview:
+        """The next packet as soon as it is there: look, sleep and spin as planned, then block."""
+        look = self._root.data.look
+        try:
+            packet = look()
+            if packet is None:
+                packet = self._inbox.soon(timeout_s)
+        except OSError as error:
+            self._raise_root_gone(f"its connection broke ({error.strerror})")
+        if packet is not None:
+            return packet
+        return self._block(look, Deadline(timeout_s), silence=silence)
 
-    def _block(self, take: Callable[[], T], deadline: Deadline, *, silence: bool) -> T:
+    def _block(
+        self, look: Callable[[], memoryview | None], deadline: Deadline, *, silence: bool
+    ) -> memoryview:
         heard_s, asked_root = 0.0, False
         while True:
-            taken = self._try(take)
-            if taken is not None:
-                return taken
+            try:
+                packet = look()
+            except OSError as error:
+                self._raise_root_gone(f"its connection broke ({error.strerror})")
+            if packet is not None:
+                return packet
             self._latch.check()
             if silence and self._heard_s != heard_s:
                 heard_s, asked_root = self._heard_s, False
@@ -232,17 +282,8 @@ class PeerBroadcaster(CpuTpBroadcaster):
                 else:
                     wait_s = half_s
             started_s = time.monotonic()
-            self._counters.waits += 1
-            self._sleeper.block(wait_s)
+            self._inbox.block(wait_s)
             deadline.woke(slept_from_s=started_s, asked_s=wait_s)
-
-    def _try(self, take: Callable[[], T]) -> T | None:
-        try:
-            return take()
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            self._raise_root_gone(f"its connection broke ({error.strerror})")
 
     # ends ------------------------------------------------------------------------------------
 
@@ -363,24 +404,8 @@ class PeerBroadcaster(CpuTpBroadcaster):
 
     def _release(self) -> None:
         self._watch.release()
-        self._sleeper.close()
+        self._inbox.close()
         self._root.close()
         for sibling in self._siblings.values():
             sibling.close()
-
-    def statistics(self) -> BroadcasterStatistics:
-        counters = self._counters
-        return BroadcasterStatistics(
-            rank=self.rank,
-            world_size=self.world_size,
-            sequence=self._sequence,
-            messages=counters.messages,
-            body_bytes=counters.body_bytes,
-            large_messages=counters.large_messages,
-            confirms=counters.confirms,
-            refused=counters.refused,
-            heartbeats=counters.heartbeats,
-            waits=counters.waits,
-            misses=counters.misses,
-            latency_us=tuple(counters.latency_us),
-        )
+        self._progress.close()

@@ -2,49 +2,64 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, NoReturn
 
 from tp_runtime.broadcast.broadcaster import CpuTpBroadcaster, Receipt
-from tp_runtime.broadcast.codec import Message, encode, field
+from tp_runtime.broadcast.codec import Message, encode, encode_parts, field
 from tp_runtime.broadcast.control import ControlFrame, clip
 from tp_runtime.broadcast.deadline import Deadline
 from tp_runtime.broadcast.fan_out import FanOut, LinkBroken, LinksFull
 from tp_runtime.broadcast.pace import Cadence
+from tp_runtime.broadcast.progress import LagBound, Progress
 from tp_runtime.broadcast.sockets import close_all, process_state, write_memfd
-from tp_runtime.broadcast.statistics import BroadcasterStatistics, PeerStatistics
+from tp_runtime.broadcast.statistics import PeerStatistics
 from tp_runtime.broadcast.watch import Watch
-from tp_runtime.broadcast.wire import HEADER_BYTES, MEMFD_MARK, Kind, pack_frame
+from tp_runtime.broadcast.wire import (
+    HEADER_BYTES,
+    MAX_INTERVAL_S,
+    Kind,
+    PlainFrames,
+    pack_frame,
+)
 from tp_runtime.errors import BroadcastError, DeadlineExceeded, PeerLost, ProtocolError
 
 if TYPE_CHECKING:
     from tp_runtime.broadcast.config import BroadcasterConfig
-    from tp_runtime.broadcast.fan_out import Part
     from tp_runtime.broadcast.link import Link
 
 
 # The decision of a confirm is sent even when the answers used up all the time.
 _DECISION_S = 0.2
-# The header's field is an unsigned 32-bit number of microseconds.
-_LONGEST_INTERVAL_S = 4294.0
 
 
 class RootBroadcaster(CpuTpBroadcaster):
     """See `CpuTpBroadcaster`. With no peers every call returns at once."""
 
     def __init__(
-        self, links: dict[int, Link], *, world_size: int, config: BroadcasterConfig
+        self,
+        links: dict[int, Link],
+        *,
+        progress: Progress,
+        world_size: int,
+        config: BroadcasterConfig,
     ) -> None:
         super().__init__(rank=0, world_size=world_size, config=config)
         self._links = links
+        self._progress = progress
+        self._plain = PlainFrames(epoch=config.epoch, most_bytes=config.max_message_bytes)
+        self._lag = LagBound(links, timeout_s=config.timeout_s)
         self._fan_out = FanOut(
-            list(links.values()), wake_fd=self._latch.wake_fd, check=self._latch.check
+            list(links.values()),
+            wake_fd=self._latch.wake_fd,
+            check=self._latch.check,
+            counters=self._counters,
         )
         self._cadence = Cadence()
         self._last_sent_s = self._last_beat_s = time.monotonic()
         self._answers: dict[int, tuple[bool, str]] = {}
         self._asking = 0
-        self._acknowledged = dict.fromkeys(links, 0)
         self._left: int | None = None
         self._closing = False
         self._watch: Watch | None = None
@@ -74,31 +89,32 @@ class RootBroadcaster(CpuTpBroadcaster):
         if not self._links:
             self._sequence += 1
             return
-        body = self._encode(message)
+        parts = encode_parts(message)
         expected_s = self._cadence.next_interval_s(time.monotonic())
         if next_s is not None:
             expected_s = next_s
-        self._send(Kind.MESSAGE, body, self._deadline(timeout_s), interval_s=expected_s)
+        if timeout_s is None:
+            timeout_s = self.config.timeout_s
+        self._send(Kind.MESSAGE, parts, timeout_s, expected_s)
 
     def confirm(self, message: Message, *, timeout_s: float | None = None) -> Receipt:
         self._enter()
         if not self._links:
             self._sequence += 1
             return Receipt(sequence=self._sequence, committed=True, refusals={}, details={})
-        body = self._encode(message)
-        deadline = self._deadline(timeout_s)
+        parts = encode_parts(message)
+        deadline = Deadline(self.config.timeout_s if timeout_s is None else timeout_s)
         with self._latch.changed:
             self._answers = {}
             self._asking = self._sequence + 1
         # The announced interval is the promise of a decision by then.
-        self._send(Kind.CONFIRM, body, deadline, interval_s=deadline.timeout_s)
+        self._send(Kind.CONFIRM, parts, deadline.timeout_s, deadline.timeout_s)
         sequence = self._sequence
         answers = self._collect(deadline)
         refusals = {rank: detail for rank, (ok, detail) in answers.items() if not ok}
         committed = not refusals
         decision = encode({"sequence": sequence, "committed": committed})
-        late = Deadline(max(_DECISION_S, deadline.remaining_s()))
-        self._send(Kind.DECISION, decision, late)
+        self._send(Kind.DECISION, [decision], max(_DECISION_S, deadline.remaining_s()), 0.0)
         self._counters.confirms += 1
         self._counters.refused += not committed
         return Receipt(
@@ -107,18 +123,6 @@ class RootBroadcaster(CpuTpBroadcaster):
             refusals=refusals,
             details={rank: detail for rank, (_, detail) in answers.items()},
         )
-
-    def _deadline(self, timeout_s: float | None) -> Deadline:
-        return Deadline(self.config.timeout_s if timeout_s is None else timeout_s)
-
-    def _encode(self, message: Message) -> bytes:
-        body = encode(message)
-        if len(body) > self.config.max_message_bytes:
-            raise ProtocolError(
-                f"message of {len(body)} bytes, max_message_bytes is "
-                f"{self.config.max_message_bytes}; send less or raise it on every rank"
-            )
-        return body
 
     def _collect(self, deadline: Deadline) -> dict[int, tuple[bool, str]]:
         """Wait for an answer of every peer."""
@@ -150,56 +154,63 @@ class RootBroadcaster(CpuTpBroadcaster):
     # sending ---------------------------------------------------------------------------------
 
     def _send(
-        self, kind: Kind, body: bytes, deadline: Deadline, *, interval_s: float = 0.0
+        self, kind: Kind, parts: list[bytes | memoryview], timeout_s: float, interval_s: float
     ) -> None:
-        """Send one frame to every peer, or fail the channel."""
+        """Send one frame to every peer, or fail the channel.
+
+        Raises:
+            ProtocolError: the body is too large; nothing was sent.
+        """
         if self._left is not None:
             self._raise_left(self._links[self._left])
-        self._in_call = True
-        descriptors: list[int] = []
-        try:
-            large = len(body) > self._inline_bytes
-            if large:
-                descriptors.append(write_memfd(body))
-            sequence = self._sequence + 1
-            frame = pack_frame(
-                kind,
-                b"" if large else body,
-                sequence=sequence,
-                epoch=self.config.epoch,
-                interval_us=int(min(max(interval_s, 0.0), _LONGEST_INTERVAL_S) * 1e6),
-                memfd_bytes=len(body) if large else None,
-                checksum=self.config.checksum,
+        length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+        if length > self.config.max_message_bytes:
+            raise ProtocolError(
+                f"message of {length} bytes, max_message_bytes is "
+                f"{self.config.max_message_bytes}; send less or raise it on every rank"
             )
-            parts: list[Part] = [(frame, ())]
-            if large:
-                parts.append((MEMFD_MARK, descriptors))
-            self._send_parts(parts, deadline)
-            self._sequence = sequence
-            self._last_sent_s = time.monotonic()
-            if kind is Kind.MESSAGE or kind is Kind.CONFIRM:
-                self._counters.messages += 1
-                self._counters.body_bytes += len(body)
-                self._counters.large_messages += large
-        finally:
-            close_all(descriptors)
-            self._in_call = False
-
-    def _send_parts(self, parts: list[Part], deadline: Deadline) -> None:
-        done = False
+        self._in_call = True
+        sequence = self._sequence + 1
+        large = length > self._inline_bytes
+        memfd, done = -1, False
         try:
-            self._fan_out.send(parts, deadline)
+            if large:
+                memfd = write_memfd(parts)
+            interval_us = int(min(max(interval_s, 0.0), MAX_INTERVAL_S) * 1e6)
+            body = b"" if large else b"".join(parts)
+            if kind is Kind.MESSAGE and not (large or self.config.checksum):
+                frame = self._plain.frame(body, sequence=sequence, interval_us=interval_us)
+            else:
+                frame = pack_frame(
+                    kind,
+                    body,
+                    sequence=sequence,
+                    epoch=self.config.epoch,
+                    interval_us=interval_us,
+                    memfd_bytes=length if large else None,
+                    checksum=self.config.checksum,
+                )
+            self._fan_out.send(frame, timeout_s=timeout_s, memfd=memfd)
+            self._sequence = sequence
             done = True
         except LinkBroken as broken:
             self._raise_lost(broken.link, broken.error)
         except LinksFull as full:
-            what = f"did not take message {self._sequence + 1} from a full buffer"
-            self._raise_late(full.links, deadline, what)
+            what = f"did not take message {sequence} from a full buffer"
+            self._raise_late(full.links, full.deadline, what)
         finally:
+            if memfd >= 0:
+                os.close(memfd)
+            self._in_call = False
             if not done and self._latch.error is None:
                 # Some peers have the message and some do not: nobody may go on from here.
                 reason = "interrupted while it was sending"
                 self._fail(PeerLost(f"rank 0 was {reason}", rank=0, reason=reason))
+        self._last_sent_s = time.monotonic()
+        if kind is not Kind.DECISION:
+            self._counters.messages += 1
+            self._counters.body_bytes += length
+            self._counters.large_messages += large
 
     def _raise_lost(self, link: Link, error: OSError) -> NoReturn:
         if link.left:
@@ -214,17 +225,19 @@ class RootBroadcaster(CpuTpBroadcaster):
         self._raise_failed(self._lost(link, "left the channel"))
 
     def _raise_late(self, late: list[Link], deadline: Deadline, what: str) -> NoReturn:
+        what = f"{what} within {deadline.timeout_s:g} s (waited {deadline.elapsed_s():.3f} s)"
+        self._raise_failed(self._late(late, what))
+
+    def _late(self, late: list[Link], what: str) -> DeadlineExceeded:
         # A stopped rank explains the lateness of others, so it is named first.
         states = {link.rank: process_state(link.pid) for link in late}
         late = sorted(late, key=lambda link: (states[link.rank] == "running", link.rank))
-        who = ", ".join(f"rank {link.rank} (pid {link.pid}, {states[link.rank]})" for link in late)
-        self._raise_failed(
-            DeadlineExceeded(
-                f"rank 0: {who} {what} within {deadline.timeout_s:g} s "
-                f"(waited {deadline.elapsed_s():.3f} s)",
-                rank=late[0].rank,
-            )
+        who = ", ".join(
+            f"rank {link.rank} (pid {link.pid}, {states[link.rank]}, "
+            f"has taken message {self._progress.seen(link.rank)} of {self._sequence})"
+            for link in late
         )
+        return DeadlineExceeded(f"rank 0: {who} {what}", rank=late[0].rank)
 
     def _lost(self, link: Link, reason: str) -> PeerLost:
         return PeerLost(
@@ -263,7 +276,6 @@ class RootBroadcaster(CpuTpBroadcaster):
             if sequence != self._asking or rank in self._answers:
                 raise ProtocolError(f"acknowledged message {sequence}, asked was {self._asking}")
             self._answers[rank] = answer
-            self._acknowledged[rank] = sequence
             self._latch.changed.notify_all()
 
     def _on_abort(self, rank: int, frame: ControlFrame) -> None:
@@ -307,12 +319,26 @@ class RootBroadcaster(CpuTpBroadcaster):
             self._fail(self._lost(link, "died (its process ended)"))
 
     def on_tick(self) -> None:
+        self._check_lag()
         now_s = time.monotonic()
         if now_s - max(self._last_sent_s, self._last_beat_s) >= self.config.heartbeat_s / 2:
             self._last_beat_s = now_s
             for link in self._links.values():
                 if not link.left:
                     self._beat(link)
+
+    def _check_lag(self) -> None:
+        """A peer that takes nothing is noticed here, long before its buffer is full."""
+        links = self._links
+        late = self._lag.late(
+            sent=self._sequence,
+            taken=lambda rank: self._sequence if links[rank].left else self._progress.seen(rank),
+            stopped=lambda rank: process_state(links[rank].pid) == "stopped",
+            tick_s=self.config.heartbeat_s,
+        )
+        if late:
+            what = f"took nothing for {self.config.timeout_s:g} s"
+            self._fail(self._late([links[rank] for rank in late], what))
 
     def _beat(self, link: Link) -> None:
         # A full buffer is that of a rank that does not listen; it is noticed when it is needed.
@@ -360,30 +386,16 @@ class RootBroadcaster(CpuTpBroadcaster):
             self._watch.release()
         for link in self._links.values():
             link.close()
+        self._progress.close()
 
-    def statistics(self) -> BroadcasterStatistics:
-        counters = self._counters
-        return BroadcasterStatistics(
-            rank=0,
-            world_size=self.world_size,
-            sequence=self._sequence,
-            messages=counters.messages,
-            body_bytes=counters.body_bytes,
-            large_messages=counters.large_messages,
-            confirms=counters.confirms,
-            refused=counters.refused,
-            heartbeats=counters.heartbeats,
-            waits=counters.waits + self._fan_out.waits,
-            misses=counters.misses,
-            latency_us=tuple(counters.latency_us),
-            peers=tuple(
-                PeerStatistics(
-                    rank=rank,
-                    pid=link.pid,
-                    acknowledged=self._acknowledged[rank],
-                    full=self._fan_out.full[rank],
-                    left=link.left,
-                )
-                for rank, link in sorted(self._links.items())
-            ),
+    def _peer_statistics(self) -> tuple[PeerStatistics, ...]:
+        return tuple(
+            PeerStatistics(
+                rank=rank,
+                pid=link.pid,
+                taken=self._progress.seen(rank),
+                full=self._fan_out.full[rank],
+                left=link.left,
+            )
+            for rank, link in sorted(self._links.items())
         )

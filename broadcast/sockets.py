@@ -37,14 +37,14 @@ class Credentials(NamedTuple):
 class PacketSocket:
     """A non-blocking SOCK_SEQPACKET connection."""
 
-    __slots__ = ("_buffer", "_view", "sock")
+    __slots__ = ("_view", "buffer", "sock")
 
     def __init__(self, sock: socket.socket, *, receive_bytes: int = LARGEST_PACKET_BYTES) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self.sock = sock
-        self._buffer = bytearray(receive_bytes)
-        self._view = memoryview(self._buffer)
+        self.buffer = bytearray(receive_bytes)
+        self._view = memoryview(self.buffer)
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -78,14 +78,25 @@ class PacketSocket:
             ProtocolError: the packet is larger than any allowed.
         """
         try:
-            size = self.sock.recv_into(self._buffer, 0, socket.MSG_TRUNC)
+            size = self.sock.recv_into(self.buffer, 0, socket.MSG_TRUNC)
         except ConnectionResetError:
             # The other side closed with unread packets of ours. That error is reported once and
             # hides what it had sent before; those packets are still in the queue.
-            size = self.sock.recv_into(self._buffer, 0, socket.MSG_TRUNC)
-        if size > len(self._buffer):
+            size = self.sock.recv_into(self.buffer, 0, socket.MSG_TRUNC)
+        return self.packet(size)
+
+    def look(self) -> memoryview | None:
+        """As `receive`; None if nothing is there."""
+        try:
+            return self.receive()
+        except BlockingIOError:
+            return None
+
+    def packet(self, size: int) -> memoryview:
+        """The packet of `size` bytes that was just received into `buffer`."""
+        if size > len(self.buffer):
             raise ProtocolError(
-                f"packet of {size} bytes, at most {len(self._buffer)} may be sent in one packet"
+                f"packet of {size} bytes, at most {len(self.buffer)} may be sent in one packet"
             )
         return self._view[:size]
 
@@ -102,12 +113,12 @@ class PacketSocket:
                 descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             close_all(descriptors)
-            raise ProtocolError(f"packet or its descriptors are larger than {len(self._buffer)}")
+            raise ProtocolError(f"packet or its descriptors are larger than {len(self.buffer)}")
         return self._view[:size], list(descriptors)
 
     def _receive_message(self) -> tuple[int, list[tuple[int, int, bytes]], int, object]:
         space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
-        return self.sock.recvmsg_into([self._buffer], space, socket.MSG_CMSG_CLOEXEC)
+        return self.sock.recvmsg_into([self.buffer], space, socket.MSG_CMSG_CLOEXEC)
 
     def shutdown(self) -> None:
         """End both directions; what is in the other side's queue stays readable there."""
@@ -159,13 +170,14 @@ def process_state(pid: int) -> str:
     return "dead" if letter in "ZX" else "running"
 
 
-def write_memfd(body: bytes) -> int:
-    """A sealed memfd that holds the body; nobody can change it after this."""
+def write_memfd(parts: Sequence[bytes | memoryview]) -> int:
+    """A sealed memfd that holds the parts in a row; nobody can change it after this."""
     descriptor = os.memfd_create("tp_runtime", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        view = memoryview(body)
-        while view:
-            view = view[os.write(descriptor, view) :]
+        for part in parts:
+            view = memoryview(part).cast("B")
+            while view:
+                view = view[os.write(descriptor, view) :]
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
     except BaseException:
         os.close(descriptor)

@@ -13,13 +13,13 @@ class PeerStatistics:
     """Rank 0's view of one peer.
 
     Args:
-        acknowledged: sequence of the last confirmed message it answered; 0 = none yet.
+        taken: sequence of the last frame that it took; what was sent since waits for it.
         full: times its buffer was full when a message was to be sent.
     """
 
     rank: int
     pid: int
-    acknowledged: int
+    taken: int
     full: int
     left: bool
 
@@ -37,6 +37,7 @@ class BroadcasterStatistics:
         heartbeats: sent (rank 0) or received (peers).
         waits: calls that had to wait in the kernel.
         misses: messages that came after the spin for them was over (peers, not "efficient").
+        spun_s: time spent spinning, which is the CPU that waiting has cost, seconds (peers).
         latency_us: histogram of arrival minus send time (peers): bucket i counts latencies under
             2**i us, the last one everything above.
         peers: rank 0 only.
@@ -53,6 +54,7 @@ class BroadcasterStatistics:
     heartbeats: int
     waits: int
     misses: int
+    spun_s: float
     latency_us: tuple[int, ...]
     peers: tuple[PeerStatistics, ...] = ()
 
@@ -87,6 +89,7 @@ class Counters:
     heartbeats: int = 0
     waits: int = 0
     misses: int = 0
+    spun_s: float = 0.0
     latency_us: list[int] = field(default_factory=lambda: [0] * LATENCY_BUCKETS)
 
     def count_latency(self, nanoseconds: int) -> None:

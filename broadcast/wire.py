@@ -34,9 +34,12 @@ HEADER = struct.Struct("<HBBHHIIQQ")
 HEADER_BYTES = HEADER.size
 CHECKSUM = struct.Struct("<I")
 MEMFD_MARK = b"M"
+# A frame from the eye of a receiver that knows what must come next: the first 8 bytes as one
+# number, then length, interval_us, sequence and sent_ns.
+_PLAIN = struct.Struct("<QIIQQ")
+MAX_INTERVAL_S = 4294.0
 # Both sides read one clock, so a send time ahead of it by more than this is not one of ours.
 _FUTURE_NS = 1_000_000_000
-_MAX_INTERVAL_US = (1 << 32) - 1
 
 
 class Kind(enum.IntEnum):
@@ -101,6 +104,7 @@ def pack_frame(
     """Build one packet.
 
     Args:
+        interval_us: expected time to the next message, below 2**32.
         memfd_bytes: length of the body that follows in a memfd; `body` must be empty then.
         sent_ns: send time to write; now if None.
     """
@@ -118,7 +122,7 @@ def pack_frame(
         flags,
         epoch & 0xFFFF,
         length,
-        min(interval_us, _MAX_INTERVAL_US),
+        interval_us,
         sequence,
         time.monotonic_ns() if sent_ns is None else sent_ns,
     )
@@ -126,6 +130,42 @@ def pack_frame(
     if checksum:
         frame += CHECKSUM.pack(zlib.crc32(frame))
     return frame
+
+
+class PlainFrames:
+    """The frame of every step, a MESSAGE without flags: made by one call, recognised by one.
+
+    Both sides run this between two steps of a GPU. What a receiver does not recognise goes to
+    `parse_frame`, which says what is wrong with it or that nothing is.
+    """
+
+    __slots__ = ("_first", "_most_bytes")
+
+    def __init__(self, *, epoch: int, most_bytes: int) -> None:
+        head = HEADER.pack(MAGIC, VERSION, Kind.MESSAGE, 0, epoch & 0xFFFF, 0, 0, 0, 0)
+        self._first = int.from_bytes(head[:8], "little")
+        self._most_bytes = most_bytes
+
+    def frame(self, body: bytes, *, sequence: int, interval_us: int) -> bytes:
+        """As `pack_frame`."""
+        sent_ns = time.monotonic_ns()
+        return _PLAIN.pack(self._first, len(body), interval_us, sequence, sent_ns) + body
+
+    def times(self, packet: memoryview, *, sequence: int, now_ns: int) -> tuple[int, int] | None:
+        """sent_ns and interval_us of such a frame; None: not one, or not a valid one."""
+        size = len(packet)
+        if size < HEADER_BYTES:
+            return None
+        first, length, interval_us, got, sent_ns = _PLAIN.unpack_from(packet)
+        if (
+            first == self._first
+            and length == size - HEADER_BYTES
+            and length <= self._most_bytes
+            and got == sequence
+            and sent_ns <= now_ns + _FUTURE_NS
+        ):
+            return sent_ns, interval_us
+        return None
 
 
 def parse_frame(

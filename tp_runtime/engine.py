@@ -29,7 +29,8 @@ from tp_runtime.startup import (
     resolve_device,
     settings_alike,
 )
-from tp_runtime.step_plan import StepKind, StepPlan
+from tp_runtime.step_message import StepDecoder
+from tp_runtime.step_plan import StepKind
 from tp_runtime.step_times import Phase, StepTimes
 from tp_runtime.watcher import FailureWatcher
 
@@ -111,6 +112,7 @@ class Engine:
         self._owner = threading.get_ident()
         self._rank = 0 if group is None else group.rank
         self._channel: CpuTpBroadcaster | None = None
+        self._decoder = StepDecoder()
         self._watcher: FailureWatcher | None = None
         self._runtime: RankRuntime | None = None
         self._captured: Captured | None = None
@@ -289,7 +291,7 @@ class Engine:
             raise TpRuntimeError("rank 0 plans the steps: call step() or generate() on it")
         with self._terminal():
             begin = time.perf_counter_ns()
-            plan = StepPlan.from_message(self._open_channel().receive())
+            plan = self._decoder.decode(self._open_channel().receive())
             self._times.begin(plan.step)
             self._times.add(plan.step, Phase.RECEIVE, time.perf_counter_ns() - begin)
             runtime.runner.run(plan)

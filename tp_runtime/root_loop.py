@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import secrets
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -12,12 +13,14 @@ import numpy as np
 import torch
 
 from tp_runtime.async_runner import AsyncRunner
+from tp_runtime.broadcast.pace import Cadence
 from tp_runtime.errors import HarvestError, RequestError
 from tp_runtime.pages import PagePool
 from tp_runtime.requests import Harvest, OutputStream, Request, RequestOutput, Snapshot
 from tp_runtime.sampling import SEED_LIMIT, SamplingParams
 from tp_runtime.scheduler import GraphChoice, Scheduler
 from tp_runtime.staging import StagingRing
+from tp_runtime.step_message import StepEncoder
 from tp_runtime.step_plan import StepKind
 from tp_runtime.step_times import Phase
 
@@ -71,6 +74,8 @@ class RootLoop:
         times: StepTimes,
     ) -> None:
         self._channel = channel
+        self._encoder = StepEncoder()
+        self._cadence = Cadence()
         self._runtime = runtime
         self._shape = shape
         self._tokenizer = tokenizer
@@ -183,7 +188,8 @@ class RootLoop:
             with self._times.measure(step, Phase.PLAN):
                 plan, snapshot = self._scheduler.next_step()
             with self._times.measure(step, Phase.PUBLISH):
-                self._channel.publish(plan.to_message())
+                next_s = self._cadence.next_interval_s(time.monotonic(), plan.kind)
+                self._channel.publish(self._encoder.encode(plan), next_s=next_s)
         # only now: the worker shares the interpreter with this thread, and while it plans and
         # publishes every peer waits for it, but while the model runs the interpreter is idle
         self._start_harvest()
@@ -201,7 +207,7 @@ class RootLoop:
 
     def stop(self) -> None:
         """Tell the peers that this was the last step."""
-        self._channel.publish(self._scheduler.stop_step().to_message())
+        self._channel.publish(self._encoder.encode(self._scheduler.stop_step()))
 
     def _take_outputs(self, of: Container[str] | None) -> list[RequestOutput]:
         """What the harvest has delivered since the call before."""

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-
-from tp_runtime.errors import ProtocolError
-from tp_runtime.sampling import SamplingParams
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import numpy as np
+
+    from tp_runtime.sampling import SamplingParams
 
     TokenArray = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -45,18 +42,6 @@ class Admit:
     sampling: SamplingParams
     seed: int
 
-    def to_message(self) -> list[Any]:
-        s = self.sampling
-        return [self.slot, s.temperature, s.top_k, s.top_p, s.min_p, self.seed]
-
-    @classmethod
-    def from_message(cls, message: Sequence[Any]) -> Admit:
-        slot, temperature, top_k, top_p, min_p, seed = message
-        sampling = SamplingParams(
-            temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
-        )
-        return cls(slot=slot, sampling=sampling, seed=seed)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
@@ -71,18 +56,8 @@ class Chunk:
     def end(self) -> int:
         return self.start + len(self.token_ids)
 
-    def to_message(self) -> list[Any]:
-        return [self.slot, self.start, self.samples, self.token_ids.tobytes()]
 
-    @classmethod
-    def from_message(cls, message: Sequence[Any]) -> Chunk:
-        slot, start, samples, tokens = message
-        token_ids = np.frombuffer(tokens, dtype=np.int32)
-        return cls(slot=slot, start=start, samples=bool(samples), token_ids=token_ids)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockEntry:
+class BlockEntry(NamedTuple):
     """Entry `index` of a slot's block table becomes `block`."""
 
     slot: int
@@ -113,44 +88,3 @@ class StepPlan:
     admits: tuple[Admit, ...] = ()
     blocks: tuple[BlockEntry, ...] = ()
     chunks: tuple[Chunk, ...] = ()
-
-    def to_message(self) -> list[Any]:
-        """The form that travels: small integers and arrays in a fixed order."""
-        blocks = [(entry.slot, entry.index, entry.block) for entry in self.blocks]
-        return [
-            self.step,
-            int(self.kind),
-            -1 if self.bucket is None else self.bucket,
-            self.variant,
-            self.num_rows,
-            None if self.rows is None else np.array(self.rows, dtype=np.int32),
-            np.array(blocks, dtype=np.int32).reshape(-1) if blocks else None,
-            [admit.to_message() for admit in self.admits] or None,
-            [chunk.to_message() for chunk in self.chunks] or None,
-        ]
-
-    @classmethod
-    def from_message(cls, message: object) -> StepPlan:
-        """Raises ProtocolError when the message is not a step plan."""
-        try:
-            return cls._parse(message)
-        except (TypeError, ValueError, IndexError) as error:
-            raise ProtocolError(f"expected a step plan from rank 0, got {error}") from error
-
-    @classmethod
-    def _parse(cls, message: object) -> StepPlan:
-        if not isinstance(message, list) or len(message) != 9:
-            raise TypeError(f"{type(message).__name__} instead of a list of 9")
-        step, kind, bucket, variant, num_rows, rows, blocks, admits, chunks = message
-        flat = [] if blocks is None else np.asarray(blocks, dtype=np.int64).reshape(-1, 3).tolist()
-        return cls(
-            step=int(step),
-            kind=StepKind(kind),
-            bucket=None if bucket == -1 else int(bucket),
-            variant=int(variant),
-            num_rows=int(num_rows),
-            rows=None if rows is None else tuple(int(slot) for slot in rows),
-            admits=tuple(Admit.from_message(entry) for entry in admits or ()),
-            blocks=tuple(BlockEntry(slot=s, index=i, block=b) for s, i, b in flat),
-            chunks=tuple(Chunk.from_message(entry) for entry in chunks or ()),
-        )

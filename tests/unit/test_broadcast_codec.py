@@ -10,7 +10,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from tp_runtime.broadcast.codec import MAX_DEPTH, decode, encode
+from tp_runtime.broadcast.codec import LARGE_BYTES, MAX_DEPTH, decode, encode, encode_parts
 from tp_runtime.errors import ProtocolError
 
 SEED = 20261129
@@ -153,3 +153,45 @@ def test_damaged_bodies_never_raise_anything_else() -> None:
 def test_hostile_bodies_are_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(body)
+
+
+LARGE = [
+    bytes(range(256)) * 300,
+    bytearray(LARGE_BYTES),
+    memoryview(bytes(LARGE_BYTES)),
+    np.arange(40_000, dtype=np.int16).reshape(2, -1),
+    np.arange(80_000, dtype=">i4")[::2],
+    {"a": np.arange(20_000), "small": [1, {"b": (2, 3)}], "c": bytes(LARGE_BYTES), "d": None},
+]
+
+
+@pytest.mark.parametrize("message", LARGE, ids=lambda message: type(message).__name__)
+def test_large_buffers_are_taken_as_they_lie(message: object) -> None:
+    parts = encode_parts(message)
+    assert len(parts) > 1
+    assert b"".join(parts) == encode(message)
+
+
+def test_a_large_contiguous_array_is_not_copied() -> None:
+    column = np.arange(20_000, dtype=np.int64)
+    elements = encode_parts({"column": column})[-1]
+    assert np.shares_memory(np.frombuffer(elements, dtype=np.int64), column)
+
+
+@pytest.mark.parametrize("message", [[1, 2], {"a": b"x"}, b"x", None, np.arange(3), {}])
+def test_a_small_message_is_one_part(message: object) -> None:
+    assert encode_parts(message) == [encode(message)]
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"a": bytes(LARGE_BYTES), 2: 1}, "dict keys must be str"),
+        ({"a": bytes(LARGE_BYTES), "b": [{1}]}, r"\$\.b\[0\]: a builtins.set may not travel"),
+        ({"a": np.zeros(LARGE_BYTES)}, r"\$\.a: array of float64"),
+        ({"a": memoryview(bytes(2 * LARGE_BYTES))[::2]}, r"\$\.a: a view that is not contiguous"),
+    ],
+)
+def test_beside_large_buffers_everything_is_checked_too(message: object, named: str) -> None:
+    with pytest.raises(ProtocolError, match=named):
+        encode_parts(message)

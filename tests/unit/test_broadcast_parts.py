@@ -130,6 +130,16 @@ def test_cadence_follows_the_sender_and_forgets_pauses() -> None:
     assert cadence.next_interval_s(70.0) == 0.0
 
 
+def test_cadence_tells_kinds_of_messages_apart() -> None:
+    cadence, now_s = Cadence(), 50.0
+    for _ in range(20):
+        for kind, interval_s in ((0, 0.01), (1, 0.25)):
+            cadence.next_interval_s(now_s, kind)
+            now_s += interval_s
+    assert cadence.next_interval_s(now_s, 1) == pytest.approx(0.25)
+    assert cadence.next_interval_s(now_s + 0.25, 0) == pytest.approx(0.01)
+
+
 def test_the_quota_of_a_cgroup_limits_the_cores(tmp_path: Path) -> None:
     inner = tmp_path / "pod" / "box"
     inner.mkdir(parents=True)
@@ -171,7 +181,8 @@ def test_latency_quantiles() -> None:
     assert sum(counters.latency_us) == 5
     statistics = BroadcasterStatistics(
         rank=1, world_size=2, sequence=4, messages=4, body_bytes=0, large_messages=0, confirms=0,
-        refused=0, heartbeats=0, waits=0, misses=0, latency_us=tuple(counters.latency_us),
+        refused=0, heartbeats=0, waits=0, misses=0, spun_s=0.0,
+        latency_us=tuple(counters.latency_us),
     )  # fmt: skip
     assert statistics.latency_quantile_us(0.0) == 1.0
     assert statistics.latency_quantile_us(0.8) == 4.0
@@ -181,7 +192,7 @@ def test_latency_quantiles() -> None:
 
 
 def test_a_large_body_must_be_sealed_and_of_the_announced_size() -> None:
-    descriptor = write_memfd(b"abc" * 1000)
+    descriptor = write_memfd([b"abc" * 500, memoryview(b"abc" * 500)])
     try:
         with read_memfd(descriptor, 3000) as mapped:
             assert mapped[:3] == b"abc"
