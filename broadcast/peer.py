@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from tp_runtime.broadcast.broadcaster import CAUSE_S, CpuTpBroadcaster
 from tp_runtime.broadcast.codec import Message, decode, field
 from tp_runtime.broadcast.control import MAX_TEXT_BYTES, ControlFrame, clip
+from tp_runtime.broadcast.cores import cores_available
 from tp_runtime.broadcast.deadline import Deadline
 from tp_runtime.broadcast.inbox import Inbox
-from tp_runtime.broadcast.pace import Pace, cores_available
+from tp_runtime.broadcast.pace import Pace
 from tp_runtime.broadcast.sockets import close_all, process_state, read_memfd
 from tp_runtime.broadcast.watch import Watch
 from tp_runtime.broadcast.wire import (

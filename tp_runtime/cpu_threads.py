@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
+from tp_runtime.broadcast.cores import cores_available
 from tp_runtime.errors import EnvError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["available_cpus", "cpu_threads_per_rank", "requested_threads"]
-
-
-def available_cpus(*, cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """CPUs that this process may use: its affinity, and the quota of its container (cgroup v2)."""
-    count = len(psutil.Process().cpu_affinity() or ()) or os.cpu_count() or 1
-    try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return count  # no such file: cgroup v1, or not a container
-    return count if quota == "max" else max(1, min(count, int(quota) // int(period)))
+__all__ = ["cpu_threads_per_rank", "requested_threads"]
 
 
 def cpu_threads_per_rank(local_world_size: int) -> int:
@@ -32,7 +20,7 @@ def cpu_threads_per_rank(local_world_size: int) -> int:
     Args:
         local_world_size: ranks on this host.
     """
-    return max(1, available_cpus() // local_world_size)
+    return max(1, cores_available() // local_world_size)
 
 
 def requested_threads(

@@ -95,7 +95,7 @@ class DeviceState:
             )
         self._check_base(plan, self._rows if plan.rows is None else plan.rows)
         width = self.block_table.shape[1] // self._pages_per_block
-        wide = [entry.index for entry in plan.blocks if not 0 <= entry.index < width]
+        wide = [entry.position for entry in plan.blocks if not 0 <= entry.position < width]
         if wide:
             raise ProtocolError(f"step {plan.step} sets table entries {wide} of {width}")
 
@@ -129,7 +129,7 @@ class DeviceState:
     def _apply_blocks(self, plan: StepPlan) -> None:
         ratio = self._pages_per_block
         entries = torch.tensor(
-            [(entry.slot, entry.index, entry.block) for entry in plan.blocks], dtype=torch.int64
+            [(entry.slot, entry.position, entry.block) for entry in plan.blocks], dtype=torch.int64
         )
         columns = entries[:, 1:2] * ratio + self._page_offsets
         pages = entries[:, 2:3].to(torch.int32) * ratio + self._page_offsets

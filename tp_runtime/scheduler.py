@@ -263,7 +263,7 @@ class Scheduler:
         first = len(request.blocks)
         request.blocks.extend(blocks)
         self._blocks.extend(
-            BlockEntry(slot=request.slot, index=first + i, block=block)
+            BlockEntry(slot=request.slot, position=first + i, block=block)
             for i, block in enumerate(blocks)
         )
 

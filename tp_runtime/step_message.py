@@ -1,7 +1,7 @@
 """A step plan as it travels: whole, or only what changed since the step before.
 
 Whole, a list of 9: step, kind, bucket (-1: eager), variant, number of rows, rows (null: as
-before), blocks, admits, chunks (null: none). Blocks are slot, index, block, slot, index, block ...
+before), blocks, admits, chunks (null: none). Blocks are slot, position, block, slot, ...
 
 A steady decode step, which has kind, graph and rows of the step before, is a delta: the step number
 and its blocks, 1 + 3n integers. Its base is the message before; the channel is ordered and ends at
@@ -125,7 +125,7 @@ def _blocks(flat: Sequence[Any]) -> tuple[BlockEntry, ...]:
         if type(value) is not int:
             raise TypeError(f"{value!r} where a number must be")
     each = iter(flat)
-    # strict: slot, index and block of every entry
+    # strict: slot, position and block of every entry
     return tuple(map(BlockEntry._make, zip(each, each, each, strict=True)))
 
 

@@ -58,10 +58,10 @@ class Chunk:
 
 
 class BlockEntry(NamedTuple):
-    """Entry `index` of a slot's block table becomes `block`."""
+    """Entry `position` of a slot's block table becomes `block`."""
 
     slot: int
-    index: int
+    position: int
     block: int
 
 

@@ -18,8 +18,9 @@ from tp_runtime.broadcast import (
     PeerLost,
     ProtocolError,
 )
+from tp_runtime.broadcast.cores import _quota_cores
 from tp_runtime.broadcast.deadline import Deadline
-from tp_runtime.broadcast.pace import Cadence, Pace, _quota_cores
+from tp_runtime.broadcast.pace import Cadence, Pace
 from tp_runtime.broadcast.sockets import open_pidfd, process_state, read_memfd, write_memfd
 from tp_runtime.broadcast.statistics import BroadcasterStatistics, Counters
 from tp_runtime.errors import ConfigError

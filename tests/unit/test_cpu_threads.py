@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 import pytest
 
-from tp_runtime.cpu_threads import available_cpus, cpu_threads_per_rank, requested_threads
+from tp_runtime.broadcast.cores import cores_available
+from tp_runtime.cpu_threads import cpu_threads_per_rank, requested_threads
 from tp_runtime.errors import EnvError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_the_ranks_share_the_cpus_of_the_affinity() -> None:
-    cpus = available_cpus()
+    cpus = cores_available()
     assert 1 <= cpus <= len(os.sched_getaffinity(0))
     assert cpu_threads_per_rank(1) == cpus
     assert cpu_threads_per_rank(cpus) == 1
     assert cpu_threads_per_rank(cpus + 1) == 1
-
-
-@pytest.mark.parametrize(
-    ("quota", "expected"), [("100000 100000", 1), ("50000 100000", 1), ("max 100000", None)]
-)
-def test_the_quota_of_the_container_counts(
-    quota: str, expected: int | None, tmp_path: Path
-) -> None:
-    (tmp_path / "cpu.max").write_text(quota + "\n")
-    everything = len(os.sched_getaffinity(0))
-    assert available_cpus(cgroup=tmp_path) == (everything if expected is None else expected)
 
 
 @pytest.mark.parametrize(

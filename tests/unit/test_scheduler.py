@@ -50,7 +50,7 @@ class SimulatedRank:
         for admit in plan.admits:
             self.slots[admit.slot] = Slot([], {})
         for entry in plan.blocks:
-            self.slots[entry.slot].blocks[entry.index] = entry.block
+            self.slots[entry.slot].blocks[entry.position] = entry.block
         rows = self.rows if plan.rows is None else plan.rows
         if plan.num_rows:
             self.rows = rows

@@ -22,7 +22,7 @@ MIXED = StepPlan(
     admits=(
         Admit(slot=5, sampling=SamplingParams(temperature=0.5, top_k=7, seed=2**62), seed=2**62),
     ),
-    blocks=(BlockEntry(slot=5, index=0, block=9), BlockEntry(slot=3, index=4, block=2)),
+    blocks=(BlockEntry(slot=5, position=0, block=9), BlockEntry(slot=3, position=4, block=2)),
     chunks=(Chunk(slot=5, start=0, token_ids=np.array([4, 5, 6], dtype=np.int32), samples=True),),
 )
 DECODE = StepPlan(step=0, kind=StepKind.DECODE, bucket=8, variant=1, rows=(1, 2, 4), num_rows=3)
@@ -44,7 +44,7 @@ def steps(*plans: StepPlan) -> list[StepPlan]:
 
 
 SAME = dataclasses.replace(DECODE, rows=None)
-CROSSING = dataclasses.replace(SAME, blocks=(BlockEntry(slot=2, index=7, block=70_000),))
+CROSSING = dataclasses.replace(SAME, blocks=(BlockEntry(slot=2, position=7, block=70_000),))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_steady_decode_sends_only_what_changed() -> None:
 
 def test_a_steady_step_of_64_rows_fits_64_bytes_on_the_wire() -> None:
     # with blocks of 16 tokens, four of 64 rows cross into a new one in a usual step
-    blocks = tuple(BlockEntry(slot=s, index=99, block=20_000 + s) for s in (1, 20, 40, 60))
+    blocks = tuple(BlockEntry(slot=s, position=99, block=20_000 + s) for s in (1, 20, 40, 60))
     first = dataclasses.replace(DECODE, step=10_000, bucket=64, num_rows=64, rows=tuple(range(64)))
     steady = dataclasses.replace(first, step=10_001, rows=None, blocks=blocks)
     encoder = StepEncoder()
