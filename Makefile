@@ -1,8 +1,8 @@
-# setup run test test-long lint bench. Each target makes the environment first where it is missing.
+# setup run test test-long lint bench bench-broadcast. Each target makes the environment first where it is missing.
 SHELL := /bin/bash
 BIN := .venv/bin
 
-.PHONY: setup run test test-long lint bench docs
+.PHONY: setup run test test-long lint bench bench-broadcast docs
 
 setup:
 	@bash scripts/setup.sh
@@ -30,6 +30,9 @@ lint: setup
 bench: setup
 	$(BIN)/python benchmarks/cpu_decode.py
 	$(BIN)/python benchmarks/selection_rules.py
+
+bench-broadcast: setup
+	$(BIN)/python benchmarks/broadcast.py
 
 docs: setup
 	$(BIN)/python -m tp_runtime.launch.configuration > docs/configuration.md

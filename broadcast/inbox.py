@@ -22,6 +22,7 @@ class Inbox:
 
     Args:
         wake_fd: becomes readable when the channel ends; `check` then raises why.
+        rehearse: called between a sleep and the spin after it.
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class Inbox:
         pace: Pace,
         wake_fd: int,
         check: Callable[[], None],
+        rehearse: Callable[[], None],
         counters: Counters,
     ) -> None:
         self._pace = pace
         self._counters = counters
         self._packets = packets
         self._check = check
+        self._rehearse = rehearse
         self._sleeper = Sleeper(packets.fileno(), wake_fd)
 
     def soon(self, limit_s: float) -> memoryview | None:
@@ -54,6 +57,8 @@ class Inbox:
             self._sleeper.sleep(sleep_until_s - started_s)
             woke_s = time.monotonic()
             self._pace.woke(late_s=woke_s - sleep_until_s)
+            if woke_s < spin_until_s:
+                self._rehearse()
             started_s = woke_s
         if spin_until_s <= started_s:
             return self._packets.look()
