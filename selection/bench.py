@@ -16,7 +16,7 @@ import numpy as np
 from tp_runtime.errors import SelectionError
 from tp_runtime.selection.base import DecodeShape, DeviceInfo
 from tp_runtime.selection.isolate import run_isolated
-from tp_runtime.selection.registry import FACTORIES, Eligibility, available_backends
+from tp_runtime.selection.registry import FACTORIES, Eligibility, available_backends, foreign
 from tp_runtime.selection.rule import Sample
 
 if TYPE_CHECKING:
@@ -134,8 +134,9 @@ def candidates_of(request: BenchRequest, device: DeviceInfo) -> tuple[list[str],
         device,
         eligibility=Eligibility(known=tuple(request.factories)),
         factories=request.factories,
+        named=request.candidates,
     )
-    asked = request.candidates or tuple(request.factories)
+    asked = request.candidates or tuple(n for n in request.factories if not foreign(n, device))
     usable = [name for name, reason in listed if reason is None and name in asked]
     refusals = {name: reason for name, reason in listed if reason is not None and name in asked}
     if not request.candidates and len(usable) > 1:

@@ -19,10 +19,12 @@ DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
 }
 # largest allowed difference for values of unit scale
-TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 5e-3, "float8_e4m3fn": 8e-2}
 _GATE_PAGES = 3  # longest row of the gate, in pages
+_GATE_TOKENS = 3000  # the same on a GPU, where rows must be long enough to be split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +45,8 @@ class GateBatch:
         generator = torch.Generator().manual_seed(seed)
         page = shape.page_size
         longest = min(shape.max_kv_len, _GATE_PAGES * page)
+        if device.type == "cuda":
+            longest = min(shape.max_kv_len, max(longest, _GATE_TOKENS))
         lengths = rng.integers(shape.q_len, longest + 1, rows).astype(np.int32)
         used = -(-lengths // page)
         total = int(used.sum())
@@ -78,11 +82,11 @@ class GateBatch:
         shape = self.shape
         heads, group, dim = shape.kv_heads, shape.group_size, shape.head_dim
         out = torch.empty(self.q.shape, dtype=torch.float32, device=self.q.device)
+        all_k, all_v = self.kv.k.float(), self.kv.v.float()
         for row, length in enumerate(self.step.kv_lens.tolist()):
             pages = self.kv.block_table[row, : -(-length // shape.page_size)].long()
             k, v = (
-                p[pages].float().transpose(0, 1).reshape(heads, -1, dim)[:, :length]
-                for p in (self.kv.k, self.kv.v)
+                p[pages].transpose(0, 1).reshape(heads, -1, dim)[:, :length] for p in (all_k, all_v)
             )
             for place in range(shape.q_len):
                 token = row * shape.q_len + place

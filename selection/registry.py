@@ -14,7 +14,7 @@ from tp_runtime.errors import BackendUnavailable, ConfigError
 from tp_runtime.selection.base import DecodeBackend, DecodeShape, DecodeStep, DeviceInfo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     import torch
 
@@ -22,16 +22,32 @@ if TYPE_CHECKING:
 
 _HERE = "tp_runtime.selection.backends"
 
-FACTORIES: Mapping[str, str] = {
+GPU_FACTORIES: Mapping[str, str] = {
+    "flashinfer_trtllm_gen": f"{_HERE}.flashinfer_trtllm_gen:FlashInferTrtllmGen",
+    "flashinfer_xqa": f"{_HERE}.flashinfer_xqa:FlashInferXqa",
+    "flashinfer_fa2_tc": f"{_HERE}.flashinfer_fa2_tc:FlashInferFa2Tc",
+    "cudnn": f"{_HERE}.cudnn_paged:Cudnn",
+    "flashinfer_cuda_core": f"{_HERE}.flashinfer_cuda_core:FlashInferCudaCore",
+    "triton_splitkv": f"{_HERE}.triton_splitkv:TritonSplitKv",
+    "flashinfer_fa3": f"{_HERE}.flashinfer_fa3:FlashInferFa3",
+}
+CPU_FACTORIES: Mapping[str, str] = {
     "cpu_grouped": f"{_HERE}.cpu_grouped:CpuGrouped",
     "cpu_rowwise": f"{_HERE}.cpu_rowwise:CpuRowwise",
     "cpu_padded": f"{_HERE}.cpu_padded:CpuPadded",
+}
+FACTORIES: Mapping[str, str] = {
+    **GPU_FACTORIES,
+    **CPU_FACTORIES,
     "torch_reference": f"{_HERE}.torch_reference:TorchReference",
 }
 
 # The order is part of every plan: a change of it is a change of PRIORITY_VERSION.
-PRIORITY: tuple[str, ...] = ("cpu_grouped", "cpu_rowwise", "cpu_padded", "torch_reference")
-PRIORITY_VERSION = 1
+PRIORITY: tuple[str, ...] = tuple(FACTORIES)
+PRIORITY_VERSION = 2
+
+# Slow everywhere and long to build: for comparisons only.
+ONLY_WHEN_NAMED = frozenset({"flashinfer_fa3"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,15 +86,24 @@ def available_backends(
     *,
     eligibility: Eligibility | None = None,
     factories: Mapping[str, str] = FACTORIES,
+    named: Collection[str] = (),
 ) -> list[tuple[str, str | None]]:
     """Every backend with the reason it is refused, None if usable, in fixed priority order.
 
     Static: constructs nothing and touches no device memory.
 
+    Args:
+        named: backends asked for by name, which those of ONLY_WHEN_NAMED must be.
+
     Raises: BackendUnavailable: a pinned backend refuses the shape or the device.
     """
     eligibility = Eligibility(known=tuple(factories)) if eligibility is None else eligibility
-    listed = [(name, _refusal(name, shape, device, eligibility, factories)) for name in factories]
+    listed = []
+    for name in factories:
+        reason = _refusal(name, shape, device, eligibility, factories)
+        if reason is None and name in ONLY_WHEN_NAMED and name not in (eligibility.pin, *named):
+            reason = "used only when it is asked for by name"
+        listed.append((name, reason))
     pinned = dict(listed).get(eligibility.pin) if eligibility.pin else None
     if pinned is not None:
         raise BackendUnavailable(
@@ -86,6 +111,11 @@ def available_backends(
             f"on {device.name}: {pinned}"
         )
     return listed
+
+
+def foreign(name: str, device: DeviceInfo) -> bool:
+    """Whether a backend is made for another kind of device, which needs no explanation."""
+    return name in (GPU_FACTORIES if device.type != "cuda" else CPU_FACTORIES)
 
 
 def usable_backends(listed: Iterable[tuple[str, str | None]]) -> tuple[str, ...]:
