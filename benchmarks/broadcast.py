@@ -168,6 +168,13 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("tp-runtime")
+    except importlib.metadata.PackageNotFoundError:
+        return "source tree"
+
+
 def main() -> None:
     args = _arguments()
     world_sizes = [int(text) for text in args.ranks.split(",")]
@@ -197,7 +204,7 @@ def main() -> None:
         "kernel": platform.release(),
         "versions": {
             "python": platform.python_version(),
-            "tp-runtime": importlib.metadata.version("tp-runtime"),
+            "tp-runtime": _own_version(),
             **versions(sources),
         },
         "load_average": {"before": load_before, "after": os.getloadavg()},

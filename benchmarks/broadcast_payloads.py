@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tp_runtime.step_plan import BlockEntry, StepKind, StepPlan
+from tp_runtime.step_plan import StepKind, StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +70,7 @@ def step_plan(index: int) -> StepPlan:
         variant=0,
         rows=None,
         num_rows=ROWS,
-        blocks=tuple(BlockEntry(slot=s, position=i, block=b) for s, i, b in _crossings(index)),
+        blocks=tuple(_crossings(index)),
     )
 
 

@@ -38,6 +38,7 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     for code, name in enumerate(("<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8"), start=1)
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_INTEGERS = frozenset({int})
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes, bytearray, memoryview})
 
 
@@ -54,11 +55,7 @@ def encode(message: Message) -> bytes:
     Raises:
         ProtocolError: something in it may not travel; the message names the path to it.
     """
-    # one pass in C decides the message of a step, a list of numbers
-    if type(message) is not list or not _SCALARS.issuperset(map(type, message)):
-        _check(message, "$", 0)
-    elif len(message) > MAX_ITEMS:
-        _check_count(len(message), "$")
+    _check(message, "$", 0)
     packer = _local.packer
     try:
         packed: bytes = packer.pack(message)
@@ -66,6 +63,26 @@ def encode(message: Message) -> bytes:
         packer.reset()  # it keeps what it had packed by then
         raise ProtocolError(f"message cannot be encoded: {_culprit(message, '$')}{error}") from None
     return packed
+
+
+def encode_step(message: Message, most_bytes: int) -> bytes | None:
+    """The short way for what is sent in every step: a list of integers, or bytes.
+
+    Returns:
+        As `encode`; None if it is another message, or longer, or not allowed.
+    """
+    kind = type(message)
+    if kind is list:
+        if not _INTEGERS.issuperset(map(type, message)) or len(message) > MAX_ITEMS:
+            return None
+    elif kind is not bytes or len(message) >= LARGE_BYTES:
+        return None
+    try:
+        packed: bytes = _local.packer.pack(message)
+    except OverflowError:
+        _local.packer.reset()
+        return None
+    return packed if len(packed) <= most_bytes else None
 
 
 def encode_parts(message: Message) -> list[bytes | memoryview]:

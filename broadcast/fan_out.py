@@ -63,7 +63,7 @@ class FanOut:
         # Per rank: sends that found a full buffer.
         self.full = {link.rank: 0 for link in links}
 
-    def send(self, frame: bytes, *, timeout_s: float, memfd: int = -1) -> None:
+    def send(self, frame: bytes, timeout_s: float, memfd: int = -1) -> None:
         """Send a frame to all peers, and the memfd that holds its body if there is one.
 
         Args:
@@ -72,8 +72,6 @@ class FanOut:
         Raises:
             LinkBroken, LinksFull: some peers may have the frame and some not.
         """
-        # Wake another peer first each time: the last of a row waits for all wake-ups.
-        self._order.append(self._order.pop(0))
         waiting: list[tuple[Link, int]] | None = None
         for send, link in self._order:
             try:
@@ -89,6 +87,8 @@ class FanOut:
                     waiting.append((link, 1))
         if waiting is not None:
             self._send_rest(waiting, frame, memfd, Deadline(timeout_s))
+        # Wake another peer first next time: the last of a row waits for all wake-ups.
+        self._order.append(self._order.pop(0))
 
     def _send_rest(
         self, full: list[tuple[Link, int]], frame: bytes, memfd: int, deadline: Deadline

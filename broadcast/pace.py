@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tp_runtime.broadcast.config import WaitMode
 
-# Spinning longer than this for one message is not latency any more, it is heating.
-LATENCY_SPIN_S = 0.02
+# "latency" spins for the announced interval and a half, within these bounds; longer than that for
+# one message is not latency any more, it is heating. Where nothing is announced, as long as this.
+_LEAST_SPIN_S = 2e-3
+_MOST_SPIN_S = 0.02
+_UNANNOUNCED_SPIN_S = 5e-3
 # Bounds of how early the spin for an announced message begins: never shorter than the jitter of
 # a quiet machine, never longer than it may cost, in seconds and as a share of the interval.
 _LEAST_MARGIN_S = 50e-6
@@ -50,7 +53,8 @@ class Pace:
         if self.mode == "efficient":
             return 0.0, 0.0
         if self.mode == "latency":
-            return 0.0, now_s + LATENCY_SPIN_S
+            wanted_s = 1.5 * self._interval_s or _UNANNOUNCED_SPIN_S
+            return 0.0, now_s + min(max(wanted_s, _LEAST_SPIN_S), _MOST_SPIN_S)
         expected_s = self._expected_s
         if (
             not self._trusted
@@ -68,10 +72,11 @@ class Pace:
     def observe(self, *, sent_s: float, interval_s: float) -> None:
         """Learn from a message: how far off its announcement was, and what it announces."""
         if self._expected_s:
-            error_s = min(abs(sent_s - self._expected_s), 2 * _MOST_MARGIN_S)
+            error_s, margin_s = abs(sent_s - self._expected_s), self._margin_s
             # A spin that missed was pure cost; the next one waits for a prediction that holds.
-            self._trusted = error_s <= self._margin_s
-            self._error_s += 0.2 * (error_s - self._error_s)
+            self._trusted = error_s <= margin_s
+            # One pause of the sender must not make all later spins long: the margin grows stepwise.
+            self._error_s += 0.2 * (min(error_s, 2 * margin_s) - self._error_s)
         self._expected_s = sent_s + interval_s if interval_s > 0 else 0.0
         self._interval_s = interval_s
 
@@ -79,12 +84,13 @@ class Pace:
 class Cadence:
     """Rank 0's expected interval to its next message, learned for each kind of message."""
 
-    __slots__ = ("_intervals_s", "_kind", "_last_s")
+    __slots__ = ("_intervals_s", "_kind", "_last_s", "_odd_s")
 
     def __init__(self) -> None:
         self._intervals_s: dict[int, float] = {}
         self._kind = 0
         self._last_s = 0.0
+        self._odd_s = 0.0
 
     def next_interval_s(self, now_s: float, kind: int = 0) -> float:
         """Count a message sent now; seconds to the next one, 0 = unknown.
@@ -94,14 +100,20 @@ class Cadence:
                 decode by a short and a step of prefill by a long one.
         """
         gap_s, self._last_s = now_s - self._last_s, now_s
-        known, before = self._intervals_s, self._kind
-        self._kind = kind
-        if gap_s > _LONGEST_PREDICTION_S:
-            known.pop(before, None)
+        before, self._kind = self._kind, kind
+        if gap_s < _LONGEST_PREDICTION_S:
+            self._count(before, gap_s)
+        return self._intervals_s.get(kind, 0.0)
+
+    def _count(self, kind: int, gap_s: float) -> None:
+        mean_s = self._intervals_s.setdefault(kind, gap_s)
+        if abs(gap_s - mean_s) <= mean_s / 4:
+            self._intervals_s[kind] = mean_s + 0.2 * (gap_s - mean_s)
+        elif abs(gap_s - self._odd_s) <= self._odd_s / 4:
+            # the second of its length in a row is a new cadence, a single one is a pause
+            self._intervals_s[kind] = gap_s
         else:
-            mean_s = known.get(before, gap_s)
-            known[before] = mean_s + 0.2 * (gap_s - mean_s)
-        return known.get(kind, 0.0)
+            self._odd_s = gap_s
 
 
 class Sleeper:

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, NoReturn
 
 from tp_runtime.broadcast.broadcaster import CpuTpBroadcaster, Receipt
-from tp_runtime.broadcast.codec import Message, encode, encode_parts, field
+from tp_runtime.broadcast.codec import Message, encode, encode_parts, encode_step, field
 from tp_runtime.broadcast.control import ControlFrame, clip
 from tp_runtime.broadcast.deadline import Deadline
 from tp_runtime.broadcast.fan_out import FanOut, LinkBroken, LinksFull
@@ -57,16 +57,21 @@ class RootBroadcaster(CpuTpBroadcaster):
             counters=self._counters,
         )
         self._cadence = Cadence()
+        self._expected_s = 0.0
         self._last_sent_s = self._last_beat_s = time.monotonic()
         self._answers: dict[int, tuple[bool, str]] = {}
         self._asking = 0
         self._left: int | None = None
         self._closing = False
         self._watch: Watch | None = None
+        # Longest body that travels as a plain frame; -1: none.
+        self._most_plain_bytes = -1
         if links:
             checksum_bytes = 4
             granted = min(link.data.packet_bytes for link in links.values())
             self._inline_bytes = granted - HEADER_BYTES - checksum_bytes
+            if not config.checksum:
+                self._most_plain_bytes = min(self._inline_bytes, config.max_message_bytes)
             self._watch = Watch(
                 self,
                 ports={rank: link.control for rank, link in links.items()},
@@ -86,16 +91,31 @@ class RootBroadcaster(CpuTpBroadcaster):
         self, message: Message, *, timeout_s: float | None = None, next_s: float | None = None
     ) -> None:
         self._enter()
-        if not self._links:
-            self._sequence += 1
-            return
-        parts = encode_parts(message)
-        expected_s = self._cadence.next_interval_s(time.monotonic())
-        if next_s is not None:
-            expected_s = next_s
+        if self._left is not None:
+            self._raise_left(self._links[self._left])
         if timeout_s is None:
             timeout_s = self.config.timeout_s
-        self._send(Kind.MESSAGE, parts, timeout_s, expected_s)
+        expected_s = self._expected_s if next_s is None else next_s
+        interval_us = int(min(max(expected_s, 0.0), MAX_INTERVAL_S) * 1e6)
+        # What comes before the first peer has its message is kept short: a step of the model has
+        # put this code out of the caches, and all peers wait for it.
+        body = encode_step(message, self._most_plain_bytes)
+        if body is None:
+            self._publish_other(message, timeout_s, interval_us)
+        else:
+            frame = self._plain.frame(body, sequence=self._sequence + 1, interval_us=interval_us)
+            self._send(frame, timeout_s)
+            self._counters.messages += 1
+            self._counters.body_bytes += len(body)
+        # The cadence as far as it is known by now is announced with the next message.
+        self._expected_s = self._cadence.next_interval_s(self._last_sent_s)
+
+    def _publish_other(self, message: Message, timeout_s: float, interval_us: int) -> None:
+        parts = encode_parts(message)
+        if self._links:
+            self._send_parts(Kind.MESSAGE, parts, timeout_s, interval_us)
+        else:
+            self._sequence += 1
 
     def confirm(self, message: Message, *, timeout_s: float | None = None) -> Receipt:
         self._enter()
@@ -108,13 +128,14 @@ class RootBroadcaster(CpuTpBroadcaster):
             self._answers = {}
             self._asking = self._sequence + 1
         # The announced interval is the promise of a decision by then.
-        self._send(Kind.CONFIRM, parts, deadline.timeout_s, deadline.timeout_s)
+        promise_us = int(min(deadline.timeout_s, MAX_INTERVAL_S) * 1e6)
+        self._send_parts(Kind.CONFIRM, parts, deadline.timeout_s, promise_us)
         sequence = self._sequence
         answers = self._collect(deadline)
         refusals = {rank: detail for rank, (ok, detail) in answers.items() if not ok}
         committed = not refusals
         decision = encode({"sequence": sequence, "committed": committed})
-        self._send(Kind.DECISION, [decision], max(_DECISION_S, deadline.remaining_s()), 0.0)
+        self._send_parts(Kind.DECISION, [decision], max(_DECISION_S, deadline.remaining_s()), 0)
         self._counters.confirms += 1
         self._counters.refused += not committed
         return Receipt(
@@ -153,64 +174,62 @@ class RootBroadcaster(CpuTpBroadcaster):
 
     # sending ---------------------------------------------------------------------------------
 
-    def _send(
-        self, kind: Kind, parts: list[bytes | memoryview], timeout_s: float, interval_s: float
+    def _send_parts(
+        self, kind: Kind, parts: list[bytes | memoryview], timeout_s: float, interval_us: int
     ) -> None:
-        """Send one frame to every peer, or fail the channel.
+        """Send a frame of any kind and size.
 
         Raises:
             ProtocolError: the body is too large; nothing was sent.
         """
         if self._left is not None:
             self._raise_left(self._links[self._left])
-        length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+        length = sum(map(len, parts))
         if length > self.config.max_message_bytes:
             raise ProtocolError(
                 f"message of {length} bytes, max_message_bytes is "
                 f"{self.config.max_message_bytes}; send less or raise it on every rank"
             )
-        self._in_call = True
-        sequence = self._sequence + 1
         large = length > self._inline_bytes
-        memfd, done = -1, False
+        frame = pack_frame(
+            kind,
+            b"" if large else b"".join(parts),
+            sequence=self._sequence + 1,
+            epoch=self.config.epoch,
+            interval_us=interval_us,
+            memfd_bytes=length if large else None,
+            checksum=self.config.checksum,
+        )
+        memfd = write_memfd(parts) if large else -1
         try:
+            self._send(frame, timeout_s, memfd)
+        finally:
             if large:
-                memfd = write_memfd(parts)
-            interval_us = int(min(max(interval_s, 0.0), MAX_INTERVAL_S) * 1e6)
-            body = b"" if large else b"".join(parts)
-            if kind is Kind.MESSAGE and not (large or self.config.checksum):
-                frame = self._plain.frame(body, sequence=sequence, interval_us=interval_us)
-            else:
-                frame = pack_frame(
-                    kind,
-                    body,
-                    sequence=sequence,
-                    epoch=self.config.epoch,
-                    interval_us=interval_us,
-                    memfd_bytes=length if large else None,
-                    checksum=self.config.checksum,
-                )
-            self._fan_out.send(frame, timeout_s=timeout_s, memfd=memfd)
-            self._sequence = sequence
+                os.close(memfd)
+        if kind is not Kind.DECISION:
+            self._counters.messages += 1
+            self._counters.body_bytes += length
+            self._counters.large_messages += large
+
+    def _send(self, frame: bytes, timeout_s: float, memfd: int = -1) -> None:
+        """Send one frame to every peer, or fail the channel."""
+        done, self._in_call = False, True
+        try:
+            self._fan_out.send(frame, timeout_s, memfd)
+            self._sequence += 1
             done = True
         except LinkBroken as broken:
             self._raise_lost(broken.link, broken.error)
         except LinksFull as full:
-            what = f"did not take message {sequence} from a full buffer"
+            what = f"did not take message {self._sequence + 1} from a full buffer"
             self._raise_late(full.links, full.deadline, what)
         finally:
-            if memfd >= 0:
-                os.close(memfd)
             self._in_call = False
             if not done and self._latch.error is None:
                 # Some peers have the message and some do not: nobody may go on from here.
                 reason = "interrupted while it was sending"
                 self._fail(PeerLost(f"rank 0 was {reason}", rank=0, reason=reason))
         self._last_sent_s = time.monotonic()
-        if kind is not Kind.DECISION:
-            self._counters.messages += 1
-            self._counters.body_bytes += length
-            self._counters.large_messages += large
 
     def _raise_lost(self, link: Link, error: OSError) -> NoReturn:
         if link.left:

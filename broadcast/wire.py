@@ -146,7 +146,7 @@ class PlainFrames:
         self._first = int.from_bytes(head[:8], "little")
         self._most_bytes = most_bytes
 
-    def frame(self, body: bytes, *, sequence: int, interval_us: int) -> bytes:
+    def frame(self, body: bytes | memoryview, *, sequence: int, interval_us: int) -> bytes:
         """As `pack_frame`."""
         sent_ns = time.monotonic_ns()
         return _PLAIN.pack(self._first, len(body), interval_us, sequence, sent_ns) + body

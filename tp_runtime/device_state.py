@@ -84,7 +84,7 @@ class DeviceState:
         self.host_length[index] += 1
 
     def _check(self, plan: StepPlan) -> None:
-        touched = [entry.slot for entry in plan.blocks]
+        touched = [slot for slot, _, _ in plan.blocks]
         touched += [admit.slot for admit in plan.admits]
         touched += [chunk.slot for chunk in plan.chunks]
         touched += plan.rows or ()
@@ -95,7 +95,7 @@ class DeviceState:
             )
         self._check_base(plan, self._rows if plan.rows is None else plan.rows)
         width = self.block_table.shape[1] // self._pages_per_block
-        wide = [entry.position for entry in plan.blocks if not 0 <= entry.position < width]
+        wide = [position for _, position, _ in plan.blocks if not 0 <= position < width]
         if wide:
             raise ProtocolError(f"step {plan.step} sets table entries {wide} of {width}")
 
@@ -128,9 +128,7 @@ class DeviceState:
 
     def _apply_blocks(self, plan: StepPlan) -> None:
         ratio = self._pages_per_block
-        entries = torch.tensor(
-            [(entry.slot, entry.position, entry.block) for entry in plan.blocks], dtype=torch.int64
-        )
+        entries = torch.tensor(plan.blocks, dtype=torch.int64)
         columns = entries[:, 1:2] * ratio + self._page_offsets
         pages = entries[:, 2:3].to(torch.int32) * ratio + self._page_offsets
         slots = entries[:, :1].expand(-1, ratio)

@@ -173,7 +173,7 @@ class Scheduler:
 
     def _release(self, request: Request, *, after: int) -> None:
         self._running.remove(request)
-        self._blocks = [entry for entry in self._blocks if entry.slot != request.slot]
+        self._blocks = [entry for entry in self._blocks if entry[0] != request.slot]
         self._pool.release(request.blocks, after=after)
         heapq.heappush(self._free_slots, request.slot)
 
@@ -263,8 +263,7 @@ class Scheduler:
         first = len(request.blocks)
         request.blocks.extend(blocks)
         self._blocks.extend(
-            BlockEntry(slot=request.slot, position=first + i, block=block)
-            for i, block in enumerate(blocks)
+            (request.slot, position, block) for position, block in enumerate(blocks, start=first)
         )
 
     def _build(self, decoding: list[Request], chunks: list[Chunk]) -> StepPlan:

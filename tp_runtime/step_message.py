@@ -16,12 +16,15 @@ import numpy as np
 
 from tp_runtime.errors import ProtocolError
 from tp_runtime.sampling import SamplingParams
-from tp_runtime.step_plan import Admit, BlockEntry, Chunk, StepKind, StepPlan
+from tp_runtime.step_plan import Admit, Chunk, StepKind, StepPlan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from tp_runtime.step_plan import BlockEntry
+
 _WHOLE = 9
+_INTEGERS = frozenset({int})
 
 
 class StepEncoder:
@@ -35,15 +38,7 @@ class StepEncoder:
     def encode(self, plan: StepPlan) -> list[Any]:
         """The message for the peers, small integers in a fixed order."""
         last, self._last = self._last, plan
-        if (
-            last is not None
-            and plan.rows is None
-            and plan.kind is last.kind is StepKind.DECODE
-            and plan.bucket == last.bucket
-            and plan.variant == last.variant
-            and plan.num_rows == last.num_rows
-            and not plan.admits
-        ):
+        if last is not None and _is_steady(plan, last):
             message = [plan.step]
             for entry in plan.blocks:
                 message += entry
@@ -61,6 +56,17 @@ class StepEncoder:
         ]
 
 
+def _is_steady(plan: StepPlan, last: StepPlan) -> bool:
+    return (
+        plan.rows is None
+        and plan.kind is last.kind is StepKind.DECODE
+        and plan.bucket == last.bucket
+        and plan.variant == last.variant
+        and plan.num_rows == last.num_rows
+        and not plan.admits
+    )
+
+
 class StepDecoder:
     """A peer's side; one for a channel, used for every message in order."""
 
@@ -72,7 +78,9 @@ class StepDecoder:
     def decode(self, message: object) -> StepPlan:
         """Raises ProtocolError: it is no step plan, or not the one after the plan before."""
         try:
-            plan = self._parse(message)
+            if type(message) is not list:
+                raise TypeError(f"a {type(message).__name__} instead of a list")
+            plan = _whole(message) if len(message) == _WHOLE else _delta(message, self._last)
         except (TypeError, ValueError, IndexError) as error:
             raise ProtocolError(f"expected a step plan from rank 0, got {error}") from error
         last = self._last
@@ -81,37 +89,30 @@ class StepDecoder:
         self._last = plan
         return plan
 
-    def _parse(self, message: object) -> StepPlan:
-        if type(message) is not list:
-            raise TypeError(f"a {type(message).__name__} instead of a list")
-        if len(message) != _WHOLE:
-            return self._parse_delta(message)
-        step, kind, bucket, variant, num_rows, rows, blocks, admits, chunks = message
-        return StepPlan(
-            step=_number(step),
-            kind=StepKind(kind),
-            bucket=None if bucket == -1 else _number(bucket),
-            variant=_number(variant),
-            num_rows=_number(num_rows),
-            rows=None if rows is None else tuple(map(_number, rows)),
-            blocks=_blocks(blocks or []),
-            admits=tuple(map(_to_admit, admits or ())),
-            chunks=tuple(map(_to_chunk, chunks or ())),
-        )
 
-    def _parse_delta(self, message: list[Any]) -> StepPlan:
-        last = self._last
-        if last is None or last.kind is not StepKind.DECODE:
-            raise ValueError(f"{len(message)} values that change no decode step before")
-        return StepPlan(
-            step=_number(message[0]),
-            kind=StepKind.DECODE,
-            bucket=last.bucket,
-            variant=last.variant,
-            num_rows=last.num_rows,
-            rows=None,
-            blocks=_blocks(message[1:]) if len(message) > 1 else (),
-        )
+def _whole(message: list[Any]) -> StepPlan:
+    step, kind, bucket, variant, num_rows, rows, blocks, admits, chunks = message
+    return StepPlan(
+        step=_number(step),
+        kind=StepKind(kind),
+        bucket=None if bucket == -1 else _number(bucket),
+        variant=_number(variant),
+        num_rows=_number(num_rows),
+        rows=None if rows is None else tuple(map(_number, rows)),
+        blocks=_blocks(list(map(_number, blocks or ()))),
+        admits=tuple(map(_to_admit, admits or ())),
+        chunks=tuple(map(_to_chunk, chunks or ())),
+    )
+
+
+def _delta(message: list[Any], last: StepPlan | None) -> StepPlan:
+    if last is None or last.kind is not StepKind.DECODE:
+        raise ValueError(f"{len(message)} values that change no decode step before")
+    if not _INTEGERS.issuperset(map(type, message)):
+        raise TypeError("something else than numbers in a delta")
+    blocks = _blocks(message[1:]) if len(message) > 1 else ()
+    _, kind, bucket, variant, _, num_rows, _, _, _ = last
+    return StepPlan(message[0], kind, bucket, variant, None, num_rows, (), blocks)
 
 
 def _number(value: object) -> int:
@@ -120,13 +121,10 @@ def _number(value: object) -> int:
     return value
 
 
-def _blocks(flat: Sequence[Any]) -> tuple[BlockEntry, ...]:
-    for value in flat:
-        if type(value) is not int:
-            raise TypeError(f"{value!r} where a number must be")
+def _blocks(flat: list[int]) -> tuple[BlockEntry, ...]:
     each = iter(flat)
     # strict: slot, position and block of every entry
-    return tuple(map(BlockEntry._make, zip(each, each, each, strict=True)))
+    return tuple(zip(each, each, each, strict=True))
 
 
 def _from_admit(admit: Admit) -> list[Any]:

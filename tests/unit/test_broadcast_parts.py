@@ -122,13 +122,51 @@ def test_no_mode_spins_without_a_core_for_every_rank() -> None:
     assert Pace("latency", may_spin=True).plan(1.0)[1] > 1.0
 
 
-def test_cadence_follows_the_sender_and_forgets_pauses() -> None:
-    cadence = Cadence()
-    assert cadence.next_interval_s(50.0) == 0.0
-    for step in range(1, 60):
-        interval_s = cadence.next_interval_s(50.0 + 0.01 * step)
-    assert interval_s == pytest.approx(0.01, rel=1e-3)
-    assert cadence.next_interval_s(70.0) == 0.0
+def test_cadence_follows_the_sender_and_is_not_fooled_by_a_pause() -> None:
+    cadence, now_s = Cadence(), 50.0
+    assert cadence.next_interval_s(now_s) == 0.0
+    for step in range(60):
+        now_s += 0.0098 if step % 2 else 0.0102
+        interval_s = cadence.next_interval_s(now_s)
+    assert interval_s == pytest.approx(0.01, rel=0.02)
+    for pause_s in (0.3, 20.0):
+        now_s += pause_s
+        assert cadence.next_interval_s(now_s) == pytest.approx(0.01, rel=0.02)
+        now_s += 0.01
+        assert cadence.next_interval_s(now_s) == pytest.approx(0.01, rel=0.02)
+
+
+def test_cadence_takes_up_a_new_one_at_its_second_interval() -> None:
+    cadence, now_s = Cadence(), 50.0
+    for _ in range(20):
+        now_s += 0.001
+        cadence.next_interval_s(now_s)
+    now_s += 0.01
+    assert cadence.next_interval_s(now_s) == pytest.approx(0.001)
+    now_s += 0.0101
+    assert cadence.next_interval_s(now_s) == pytest.approx(0.0101)
+
+
+def test_one_pause_of_the_sender_widens_the_margin_only_a_little() -> None:
+    pace, sent_s = Pace("balanced", may_spin=True), 1.0
+    for _ in range(30):
+        pace.observe(sent_s=sent_s, interval_s=0.01)
+        sent_s += 0.01
+    before_s, spin_until_s = pace.plan(sent_s - 0.005)
+    narrow_s = spin_until_s - before_s
+    sent_s += 5.0
+    pace.observe(sent_s=sent_s, interval_s=0.01)
+    pace.observe(sent_s=sent_s + 0.01, interval_s=0.01)
+    before_s, spin_until_s = pace.plan(sent_s + 0.015)
+    assert narrow_s < spin_until_s - before_s < 3 * narrow_s
+
+
+def test_latency_spins_for_the_announced_interval_and_not_for_ever() -> None:
+    pace = Pace("latency", may_spin=True)
+    assert pace.plan(1.0)[1] == pytest.approx(1.005)
+    for interval_s, spin_s in ((1e-4, 2e-3), (4e-3, 6e-3), (1.0, 0.02)):
+        pace.observe(sent_s=1.0, interval_s=interval_s)
+        assert pace.plan(1.0)[1] == pytest.approx(1.0 + spin_s)
 
 
 def test_cadence_tells_kinds_of_messages_apart() -> None:

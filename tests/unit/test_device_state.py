@@ -8,7 +8,7 @@ from tp_runtime.device_state import DeviceState
 from tp_runtime.errors import ProtocolError
 from tp_runtime.ops.sampling import SamplerMode
 from tp_runtime.sampling import SamplingParams
-from tp_runtime.step_plan import Admit, BlockEntry, Chunk, StepKind, StepPlan
+from tp_runtime.step_plan import Admit, Chunk, StepKind, StepPlan
 
 
 def state() -> DeviceState:
@@ -24,7 +24,7 @@ def test_blocks_are_expanded_to_kernel_pages() -> None:
     plan = StepPlan(
         step=0,
         kind=StepKind.IDLE,
-        blocks=(BlockEntry(slot=1, position=0, block=5), BlockEntry(slot=3, position=2, block=1)),
+        blocks=((1, 0, 5), (3, 2, 1)),
     )
     s.apply(plan)
     assert s.block_table.tolist() == [
@@ -43,7 +43,7 @@ def test_a_new_request_finds_nothing_of_the_one_before() -> None:
             step=0,
             kind=StepKind.IDLE,
             admits=(admit(2, temperature=0.7, top_k=3),),
-            blocks=(BlockEntry(slot=2, position=1, block=9),),
+            blocks=((2, 1, 9),),
         )
     )
     s.length[2] = s.last_token[2] = 77
@@ -90,7 +90,7 @@ def test_a_slot_out_of_range_is_refused_and_nothing_is_applied(slot: int) -> Non
         kind=StepKind.DECODE,
         rows=(slot,),
         num_rows=1,
-        blocks=(BlockEntry(slot=0, position=0, block=3),),
+        blocks=((0, 0, 3),),
     )
     with pytest.raises(ProtocolError, match=f"step 7 names slots \\[{slot}\\]"):
         s.apply(plan)
@@ -98,6 +98,6 @@ def test_a_slot_out_of_range_is_refused_and_nothing_is_applied(slot: int) -> Non
 
 
 def test_a_table_entry_out_of_range_is_refused() -> None:
-    plan = StepPlan(step=0, kind=StepKind.IDLE, blocks=(BlockEntry(slot=0, position=3, block=1),))
+    plan = StepPlan(step=0, kind=StepKind.IDLE, blocks=((0, 3, 1),))
     with pytest.raises(ProtocolError, match="table entries \\[3\\] of 3"):
         state().apply(plan)

@@ -49,8 +49,8 @@ class SimulatedRank:
     def run(self, plan: StepPlan) -> list[int]:
         for admit in plan.admits:
             self.slots[admit.slot] = Slot([], {})
-        for entry in plan.blocks:
-            self.slots[entry.slot].blocks[entry.position] = entry.block
+        for slot, position, block in plan.blocks:
+            self.slots[slot].blocks[position] = block
         rows = self.rows if plan.rows is None else plan.rows
         if plan.num_rows:
             self.rows = rows

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -10,7 +8,7 @@ from tp_runtime.broadcast.wire import HEADER_BYTES
 from tp_runtime.errors import ProtocolError
 from tp_runtime.sampling import SamplingParams
 from tp_runtime.step_message import StepDecoder, StepEncoder
-from tp_runtime.step_plan import Admit, BlockEntry, Chunk, StepKind, StepPlan
+from tp_runtime.step_plan import Admit, Chunk, StepKind, StepPlan
 
 MIXED = StepPlan(
     step=12,
@@ -22,7 +20,7 @@ MIXED = StepPlan(
     admits=(
         Admit(slot=5, sampling=SamplingParams(temperature=0.5, top_k=7, seed=2**62), seed=2**62),
     ),
-    blocks=(BlockEntry(slot=5, position=0, block=9), BlockEntry(slot=3, position=4, block=2)),
+    blocks=((5, 0, 9), (3, 4, 2)),
     chunks=(Chunk(slot=5, start=0, token_ids=np.array([4, 5, 6], dtype=np.int32), samples=True),),
 )
 DECODE = StepPlan(step=0, kind=StepKind.DECODE, bucket=8, variant=1, rows=(1, 2, 4), num_rows=3)
@@ -40,11 +38,11 @@ def assert_equal(a: StepPlan, b: StepPlan) -> None:
 
 
 def steps(*plans: StepPlan) -> list[StepPlan]:
-    return [dataclasses.replace(plan, step=step) for step, plan in enumerate(plans)]
+    return [plan._replace(step=step) for step, plan in enumerate(plans)]
 
 
-SAME = dataclasses.replace(DECODE, rows=None)
-CROSSING = dataclasses.replace(SAME, blocks=(BlockEntry(slot=2, position=7, block=70_000),))
+SAME = DECODE._replace(rows=None)
+CROSSING = SAME._replace(blocks=((2, 7, 70_000),))
 
 
 @pytest.mark.parametrize(
@@ -65,8 +63,8 @@ def test_a_single_plan_comes_back_equal(plan: StepPlan) -> None:
 
 
 def test_steady_decode_sends_only_what_changed() -> None:
-    variant, narrow = dataclasses.replace(SAME, variant=0), dataclasses.replace(SAME, num_rows=2)
-    other_bucket = dataclasses.replace(SAME, bucket=16)
+    variant, narrow = SAME._replace(variant=0), SAME._replace(num_rows=2)
+    other_bucket = SAME._replace(bucket=16)
     plans = steps(
         MIXED, SAME, SAME, CROSSING, variant, variant, other_bucket, other_bucket, narrow,
         DECODE, SAME,
@@ -82,9 +80,9 @@ def test_steady_decode_sends_only_what_changed() -> None:
 
 def test_a_steady_step_of_64_rows_fits_64_bytes_on_the_wire() -> None:
     # with blocks of 16 tokens, four of 64 rows cross into a new one in a usual step
-    blocks = tuple(BlockEntry(slot=s, position=99, block=20_000 + s) for s in (1, 20, 40, 60))
-    first = dataclasses.replace(DECODE, step=10_000, bucket=64, num_rows=64, rows=tuple(range(64)))
-    steady = dataclasses.replace(first, step=10_001, rows=None, blocks=blocks)
+    blocks = tuple((s, 99, 20_000 + s) for s in (1, 20, 40, 60))
+    first = DECODE._replace(step=10_000, bucket=64, num_rows=64, rows=tuple(range(64)))
+    steady = first._replace(step=10_001, rows=None, blocks=blocks)
     encoder = StepEncoder()
     encoder.encode(first)
     assert HEADER_BYTES + len(encode(encoder.encode(steady))) <= 64
