@@ -111,6 +111,11 @@ class Me:
     def all_at(self, point: int, ranks: list[int]) -> bool:
         return all(self.board.arrived(rank) >= point for rank in ranks)
 
+    def until_all_at(self, point: int, ranks: list[int] | None = None) -> None:
+        """Wait until these ranks, or all, have arrived at a point."""
+        waited_for = list(range(self.size)) if ranks is None else ranks
+        self.until(lambda: self.all_at(point, waited_for), f"{waited_for} at {point}")
+
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for another rank; raises Stuck."""
         limit_s = now() + PATIENCE_S

@@ -45,15 +45,15 @@ class GroupResult:
 
     def checked(self) -> list[dict[str, Any]]:
         """The reports, where every rank was to end well and to leave nothing."""
+        said = [report for report in self.reports.values() if report is not None]
+        crashes = [report["crash"] for report in said if "crash" in report]
+        assert not crashes, "\n".join(crashes)
         assert not self.timed_out, f"a rank was silent; reports {self.reports}\n{self.stderr}"
         assert "Traceback" not in self.stderr, self.stderr
+        assert len(said) == len(self.reports), self.exits
+        assert set(self.exits.values()) == {0}, self.exits
         assert self.left == []
         assert self.strays == 0
-        assert set(self.exits.values()) == {0}, self.exits
-        said = [report for report in self.reports.values() if report is not None]
-        assert len(said) == len(self.reports)
-        for report in said:
-            assert "crash" not in report, report["crash"]
         return said
 
 
