@@ -28,7 +28,7 @@ from typing import Any
 
 import broadcast_alone
 import broadcast_arena
-from broadcast_cells import Effort
+from broadcast_cells import Effort, machine_busy_s
 from broadcast_payloads import step_dict_bytes
 from broadcast_report import Results, print_report, targets
 from broadcast_rivals import Sources, compile_library, make_rivals, versions
@@ -79,7 +79,7 @@ class Run:
             self.failed[name] = "no time left"
             return None
         print(f"{name} ...", flush=True)
-        busy_s, own_s, started_s = _machine_busy_s(), _own_busy_s(), time.monotonic()
+        busy_s, own_s, started_s = machine_busy_s(), _own_busy_s(), time.monotonic()
         try:
             return run_ranks(fn, world_size, left_s, args=args, env=ENV)
         except RanksFailed as error:
@@ -87,7 +87,7 @@ class Run:
             return None
         finally:
             wall_s = time.monotonic() - started_s
-            foreign_s = _machine_busy_s() - busy_s - (_own_busy_s() - own_s)
+            foreign_s = machine_busy_s() - busy_s - (_own_busy_s() - own_s)
             self.foreign_cores[name] = round(max(0.0, foreign_s / wall_s), 3)
 
     def rows(self, world_sizes: list[int]) -> list[dict[str, Any]]:
@@ -110,6 +110,12 @@ class Run:
             rows += found[0] if found else []
         return rows
 
+    def speed(self) -> dict[str, float] | None:
+        if not self.wants("codec"):
+            return None
+        found = self.ranks("speed of this machine", broadcast_alone.speed, 1)
+        return found[0] if found else None
+
     def codec(self) -> dict[str, float] | None:
         if not self.wants("codec"):
             return None
@@ -131,13 +137,6 @@ class Run:
             return None
         found = self.ranks("kill", broadcast_alone.deaths, 1, KILLS[self._args.quick], SEED)
         return found[0] if found else None
-
-
-def _machine_busy_s() -> float:
-    """Seconds that all cores of this machine were not idle, since it started."""
-    numbers = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
-    user, nice, system, _idle, _waiting, irq, soft_irq = numbers[:7]
-    return (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")
 
 
 def _own_busy_s() -> float:
@@ -191,6 +190,7 @@ def main() -> None:
         _, skipped = make_rivals(sources)
         run = Run(args, sources, effort)
         measured = {
+            "speed": run.speed(),
             "codec": run.codec(),
             "idle": run.idle(),
             "deaths": run.deaths(),

@@ -6,8 +6,8 @@ encoded, a peer's stops when it has been decoded, and the latency of a message i
 peer. Stamps lie in shared memory by message index, so nothing is added to what is sent.
 
 Other programs on the machine disturb some segments. A segment waits a while for a moment in which
-nothing else runs, and one that had company at its start or its end is not counted where enough
-others had none; the choice never looks at what was measured.
+nothing else runs, and one that had company at its start, at its end, or in the kernel's account of
+both, is not counted where enough others had none; the choice never looks at what was measured.
 """
 
 from __future__ import annotations
@@ -23,7 +23,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from broadcast_cells import Cell, Effort, Measured, Quiet, Work, cells
+from broadcast_cells import (
+    FEW_SHARE,
+    FEW_TICKS_S,
+    Cell,
+    Effort,
+    Measured,
+    Quiet,
+    Work,
+    cells,
+    machine_busy_s,
+)
 from broadcast_contenders import (
     GIVE_UP_S,
     Contender,
@@ -155,6 +165,7 @@ def _run_segment(
     timed = contender.timed_sender(cell.payload, stamps)
     stamps.published[0] = 0
     alone = quiet.wait()
+    busy_s, own_s, started_s = machine_busy_s(), time.process_time(), time.monotonic()
     for connection in group.hub:
         connection.send(segment)
     group.barrier()
@@ -171,11 +182,14 @@ def _run_segment(
     finally:
         gc.enable()
     for connection in group.hub:
-        wrong, process_cpu, thread_cpu = _answer(connection)
+        wrong, process_cpu, thread_cpu, peer_s = _answer(connection)
+        own_s -= peer_s
         into.wrong += wrong
         into.process_cpu.append(process_cpu)
         into.thread_cpu.append(thread_cpu)
-    into.quiet.append(alone and quiet.is_now())
+    foreign_s = (machine_busy_s() - busy_s) - (time.process_time() - own_s)
+    few = foreign_s <= max(FEW_TICKS_S, FEW_SHARE * (time.monotonic() - started_s))
+    into.quiet.append(alone and few and quiet.is_now())
     kept = slice(segment.dropped, total)
     began = np.array(stamps.began[kept])
     arrived = np.array([row[kept] for row in stamps.arrived[1 : group.ranks]])
@@ -183,11 +197,12 @@ def _run_segment(
     into.send_us.append((np.array(stamps.ended[kept]) - began) / 1000)
 
 
-def _answer(connection: Connection[Any, Any]) -> tuple[int, float, float]:
+def _answer(connection: Connection[Any, Any]) -> tuple[int, float, float, float]:
+    """Wrong messages, CPU of a waiter (process, thread), CPU of the whole segment in seconds."""
     if not connection.poll(4 * GIVE_UP_S):
         raise TimeoutError("a peer did not finish its segment")
-    wrong, process_cpu, thread_cpu = connection.recv()
-    return wrong, process_cpu, thread_cpu
+    wrong, process_cpu, thread_cpu, whole_s = connection.recv()
+    return wrong, process_cpu, thread_cpu, whole_s
 
 
 # ---- peers -------------------------------------------------------------------------------
@@ -201,6 +216,7 @@ def _follow(group: Group, contenders: dict[str, Contender], table: list[Cell]) -
             return
         cell = table[segment.cell]
         contender = contenders[cell.contender]
+        whole_s = time.process_time()
         gc.collect()
         with _no_gc():
             group.barrier()
@@ -210,7 +226,8 @@ def _follow(group: Group, contenders: dict[str, Contender], table: list[Cell]) -
             wrong += contender.receive_many(cell.payload, segment.dropped, segment.counted, arrived)
             process_s, thread_s = time.process_time() - process_s, time.thread_time() - thread_s
             wall_s = time.monotonic() - started_s
-        root.send((wrong, process_s / wall_s, thread_s / wall_s))
+        whole_s = time.process_time() - whole_s
+        root.send((wrong, process_s / wall_s, thread_s / wall_s, whole_s))
 
 
 @contextlib.contextmanager

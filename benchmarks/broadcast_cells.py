@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import time
 from dataclasses import dataclass, field
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from broadcast_contenders import Contender
 
 _LONGEST_WAIT_S = 1.0
+# What others may use of the machine in a segment that counts as undisturbed: a share of a core;
+# and the kernel accounts in whole ticks, on each core.
+FEW_SHARE = 0.1
+FEW_TICKS_S = 0.03
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +128,13 @@ class Work:
         while now_ns() < end_ns:
             np.multiply(numbers, np.float32(0.999), out=numbers)
             sum(range(40))
+
+
+def machine_busy_s() -> float:
+    """Seconds that the cores of this machine were not idle, all together, since it started."""
+    numbers = [int(text) for text in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+    user, nice, system, _idle, _waiting, irq, soft_irq = numbers[:7]
+    return (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")
 
 
 class Quiet:

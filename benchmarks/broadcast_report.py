@@ -168,6 +168,11 @@ def _print_quality(results: Results) -> None:
 
 
 def _print_alone(report: Mapping[str, Any]) -> None:
+    if speed := report.get("speed"):
+        print(
+            "this machine, now          "
+            + ", ".join(f"{name.replace('_', ' ')} {us:.2f} us" for name, us in speed.items())
+        )
     if codec := report.get("codec"):
         print(
             f"steady step of 64 rows     encode {codec['encode_us']:.2f} us + decode "
