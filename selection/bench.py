@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     Event = dict[str, Any]
 
 REFERENCE = "torch_reference"
+# mean KV lengths, and the most tokens of a cell
+_USUAL = {"cpu": ((128, 1024), 8192), "cuda": ((192, 768, 3072, 12288), 1 << 20)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +37,13 @@ class BenchRequest:
         shape: the problem; its table width is the serving one.
         device: torch device string.
         buckets: batch sizes to measure.
-        kv_lens: mean KV lengths in tokens; those beyond the shape's maximum are left out.
+        kv_lens: mean KV lengths in tokens; those beyond the shape's maximum are left out. Empty
+            for the usual ones of the device, as is a `max_total_kv` of 0.
         sigma: spread of the ragged profile, standard deviation of the log length.
         candidates: backends to race; empty for all usable ones. The reference races only if it is
             named or alone: it reads the whole table, and would take most of the time.
+        batches: KV lengths of further batches to measure, such as a user's own; each is a cell of
+            the bucket of its size.
         max_total_kv: cells with more tokens are left out, but for each bucket's first.
         layers: KV buffers chained per run, distinct, so that none is in a cache when it is read.
         repeats: runs per candidate and cell, interleaved.
@@ -51,10 +56,11 @@ class BenchRequest:
     shape: DecodeShape
     device: str = "cpu"
     buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    kv_lens: tuple[int, ...] = (128, 1024)
+    kv_lens: tuple[int, ...] = ()
     sigma: float = 0.8
+    batches: tuple[tuple[int, ...], ...] = ()
     candidates: tuple[str, ...] = ()
-    max_total_kv: int = 8192
+    max_total_kv: int = 0
     layers: int = 3
     repeats: int = 5
     seed: int = 0
@@ -62,6 +68,13 @@ class BenchRequest:
     time_limit_s: float = 5.0
     first_cell: int = 0
     factories: Mapping[str, str] = field(default_factory=lambda: dict(FACTORIES))
+
+    def __post_init__(self) -> None:
+        lengths, total = _USUAL["cuda" if self.device.startswith("cuda") else "cpu"]
+        if not self.kv_lens:
+            object.__setattr__(self, "kv_lens", lengths)
+        if not self.max_total_kv:
+            object.__setattr__(self, "max_total_kv", total)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -71,6 +84,7 @@ class BenchRequest:
         data = dict(data, shape=DecodeShape(**data["shape"]))
         for name in ("buckets", "kv_lens", "candidates"):
             data[name] = tuple(data[name])
+        data["batches"] = tuple(tuple(batch) for batch in data["batches"])
         return cls(**data)
 
 
@@ -118,7 +132,8 @@ def cells_of(request: BenchRequest) -> list[BenchCell]:
             cells.append(BenchCell(kv_lens=(mean,) * bucket))
             if bucket > 1 and int(ragged.sum()) <= max(2 * request.max_total_kv, bucket * mean * 2):
                 cells.append(BenchCell(kv_lens=tuple(int(n) for n in ragged)))
-    return cells
+    cells += [BenchCell(kv_lens=batch) for batch in request.batches]
+    return sorted(cells, key=lambda cell: cell.bucket)  # stable: a bucket's cells stay in order
 
 
 def candidates_of(request: BenchRequest, device: DeviceInfo) -> tuple[list[str], dict[str, str]]:
@@ -169,7 +184,8 @@ def measure_in_child(
 
     Args:
         request: what to measure.
-        timeout_s: for everything; what was measured until then is returned, complete=False.
+        timeout_s: for everything but the compilation of kernels; what was measured until then is
+            returned, complete=False.
         progress: called with (cells done, cells in all).
 
     Raises: SelectionError: the request makes no sense, or the child cannot be started.

@@ -64,10 +64,20 @@ class KvPool:
 
 
 class GraphCell:
-    """One batch, captured once for each backend and replayed in turn."""
+    """One batch, captured once for each backend and replayed in turn.
+
+    Args:
+        launches: length of the chain; by default what makes a replay long enough to be timed.
+    """
 
     def __init__(
-        self, shape: DecodeShape, step: DecodeStep, pool: KvPool, device: torch.device
+        self,
+        shape: DecodeShape,
+        step: DecodeStep,
+        pool: KvPool,
+        device: torch.device,
+        *,
+        launches: int | None = None,
     ) -> None:
         self._step = step
         rows = len(step.kv_lens)
@@ -76,8 +86,9 @@ class GraphCell:
         itemsize = DTYPES[shape.kv_dtype or shape.dtype].itemsize
         read = 2 * step.total_kv * shape.kv_heads * shape.head_dim * itemsize
         expected_us = max(_LEAST_US, read / _BYTES_PER_US)
-        launches = int(_TARGET_US / expected_us)
-        launches = max(_LEAST_LAUNCHES, min(_MOST_LAUNCHES, launches))
+        if launches is None:
+            launches = int(_TARGET_US / expected_us)
+            launches = max(_LEAST_LAUNCHES, min(_MOST_LAUNCHES, launches))
         tables = []
         for part in range(max(1, min(_MOST_TABLES, pool.pages // needed))):
             order = pool.order[part * needed : (part + 1) * needed]

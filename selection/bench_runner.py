@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch
 from tp_runtime.errors import TpRuntimeError
 from tp_runtime.selection.base import DecodeBackend, DecodeStep, DeviceInfo, PagedKV
 from tp_runtime.selection.bench import BenchCell, BenchRequest, candidates_of, cells_of
+from tp_runtime.selection.bench_cuda import GraphCell, KvPool
 from tp_runtime.selection.numerics import DTYPES, GateBatch, mismatch
 from tp_runtime.selection.registry import BackendSet
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
     from tp_runtime.selection.base import DecodeShape
 
     Emit = Callable[[dict[str, Any]], None]
+    TimeCell = Callable[[int, BenchCell], None]
+
+_KV_BUDGET_BYTES = 24 << 30  # of all layers of the benchmark on a GPU
 
 # What a backend may raise for a reason of its own; it is refused and the others go on.
 _BACKEND_ERRORS = (
@@ -45,8 +50,9 @@ _BACKEND_ERRORS = (
 def run_cells(request: BenchRequest, emit: Emit) -> None:
     """Measure every cell from `first_cell` on.
 
-    Events: {"event": "running", "cell", "backend"} before a candidate runs, "samples" after a cell,
-    "refused" with backend and reason, "done" at the end.
+    Events: on a GPU "building" and "ready" around the compilation of kernels; {"event": "running",
+    "cell", "backend"} before a candidate runs, "samples" after a cell, "refused" with backend and
+    reason, "done" at the end.
     """
     if request.threads:
         torch.set_num_threads(request.threads)
@@ -73,13 +79,9 @@ class _Runner:
         page = self._shape.page_size
         needed = max(sum(-(-n // page) for n in cell.kv_lens) for cell in self._cells)
         self._pages = needed + 1
-        generator = torch.Generator().manual_seed(request.seed)
-        self._layers = [
-            (self._random(generator), self._random(generator)) for _ in range(request.layers + 1)
-        ]
-        self._order = torch.randperm(self._pages, generator=generator).to(torch.int32)
 
     def run(self) -> None:
+        time_cell = self._on_gpu() if self._device.type == "cuda" else self._on_cpu()
         gated = 0
         for number, cell in enumerate(self._cells):
             if number < self._request.first_cell:
@@ -87,7 +89,78 @@ class _Runner:
             if cell.bucket != gated:
                 gated = cell.bucket
                 self._gate(number, cell.bucket)
-            self._time(number, cell)
+            time_cell(number, cell)
+
+    def _on_cpu(self) -> TimeCell:
+        generator = torch.Generator().manual_seed(self._request.seed)
+        self._layers = [
+            (self._random(generator), self._random(generator))
+            for _ in range(self._request.layers + 1)
+        ]
+        self._order = torch.randperm(self._pages, generator=generator).to(torch.int32)
+        return self._time
+
+    def _on_gpu(self) -> TimeCell:
+        torch.cuda.set_device(self._device)
+        self._build()
+        free, _ = torch.cuda.mem_get_info(self._device)
+        self._pool = KvPool(
+            self._shape,
+            self._device,
+            pages=self._pages,
+            budget_bytes=min(_KV_BUDGET_BYTES, free // 2),
+            seed=self._request.seed,
+        )
+        return self._time_graphs
+
+    def _build(self) -> None:
+        """Compile what was never compiled: all candidates at once, each in processes of its own."""
+        self._emit({"event": "building", "backends": list(self._names)})
+        builds = {}
+        with ThreadPoolExecutor() as pool:
+            for name in list(self._names):
+                build = getattr(self._backends[name], "build", None)
+                if build is not None:
+                    builds[name] = pool.submit(build)
+        for name, build in builds.items():
+            try:
+                build.result()
+            except _BACKEND_ERRORS as error:
+                self._refuse(name, f"its kernel cannot be built: {error}")
+        self._emit({"event": "ready"})
+
+    def _time_graphs(self, number: int, cell: BenchCell) -> None:
+        """Capture each candidate once, then replay them in turn."""
+        stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            batch = GraphCell(self._shape, _step_of(cell), self._pool, self._device)
+            batch.check_apart()
+            graphs = {}
+            for name in list(self._names):
+                graph = self._guarded(number, name, batch.capture)
+                if graph is not None:
+                    graphs[name] = graph
+            times: dict[str, list[tuple[float, float]]] = {name: [] for name in graphs}
+            started = dict.fromkeys(graphs, 0.0)
+            for _ in range(self._request.repeats + 1):
+                for name in list(graphs):
+                    before = time.monotonic()
+                    replay = partial(_swapped(batch.replay), graphs[name])
+                    result = self._guarded(number, name, replay)
+                    started[name] += time.monotonic() - before
+                    if result is None:
+                        del graphs[name]
+                    elif started[name] > self._request.time_limit_s:
+                        del graphs[name]
+                        limit = self._request.time_limit_s
+                        self._refuse(name, f"{_named(cell)}: took longer than {limit:g} s")
+                    else:
+                        times[name].append(result)
+            torch.cuda.current_stream().synchronize()
+        # the first replay warms up
+        layer_us = {name: [us for _, us in times[name][1:]] for name in graphs}
+        host_us = {name: [us for us, _ in times[name][1:]] for name in graphs}
+        self._report(number, cell, layer_us, host_us)
 
     def _gate(self, number: int, bucket: int) -> None:
         """Drop the candidates that do not match the float32 reference in this bucket."""
@@ -100,9 +173,7 @@ class _Runner:
                 self._refuse(name, f"bucket {bucket}: {reason}")
 
     def _time(self, number: int, cell: BenchCell) -> None:
-        step = DecodeStep(
-            batch_size=cell.bucket, bucket=cell.bucket, kv_lens=np.array(cell.kv_lens, np.int32)
-        )
+        step = _step_of(cell)
         shape = self._shape
         q = torch.randn(cell.bucket, shape.q_heads, shape.head_dim).to(self._device, self._dtype)
         out = torch.empty_like(q)
@@ -126,6 +197,16 @@ class _Runner:
                 if name in self._names and spent_s[name] > self._request.time_limit_s:
                     limit = self._request.time_limit_s
                     self._refuse(name, f"{_named(cell)}: took longer than {limit:g} s")
+        self._report(number, cell, layer_us, host_us)
+
+    def _report(
+        self,
+        number: int,
+        cell: BenchCell,
+        layer_us: dict[str, list[float]],
+        host_us: dict[str, list[float]],
+    ) -> None:
+        step = _step_of(cell)
         samples = [
             {
                 "backend": name,
@@ -159,8 +240,6 @@ class _Runner:
         before = prepared
         for kv in layers:
             backend.forward(q, kv, out)
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
             now = time.perf_counter()
             times.append(1e6 * (now - before))
             before = now
@@ -173,6 +252,10 @@ class _Runner:
         try:
             return run(self._backends[name])
         except _BACKEND_ERRORS as error:
+            if self._device.type == "cuda":
+                # after an illegal access nothing works any more: this raises, the process ends, and
+                # whoever started it refuses the candidate that was running
+                torch.cuda.synchronize(self._device)
             self._refuse(name, f"{type(error).__name__}: {error}")
             return None
 
@@ -205,6 +288,16 @@ class _Runner:
     @property
     def _dtype(self) -> torch.dtype:
         return DTYPES[self._shape.dtype]
+
+
+def _step_of(cell: BenchCell) -> DecodeStep:
+    return DecodeStep(
+        batch_size=cell.bucket, bucket=cell.bucket, kv_lens=np.array(cell.kv_lens, np.int32)
+    )
+
+
+def _swapped(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda second, first: run(first, second)
 
 
 def _spread(values: list[float]) -> float:

@@ -26,19 +26,33 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _START_LIMIT_S = 120.0  # importing torch on a busy machine
+_BUILD_LIMIT_S = 900.0  # compiling kernels that were never compiled before
 _TAIL_BYTES = 400
 
 
 @dataclass(slots=True)
 class _Progress:
-    """What is known across children."""
+    """What is known across children.
 
+    Args:
+        deadline: of the monotonic clock; compiling kernels moves it.
+    """
+
+    deadline: float
     events: list[dict[str, Any]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     next_cell: int = 0
     running: str | None = None
     started: bool = False
+    building: bool = False
     done: bool = False
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long the child may be silent while it is not measuring."""
+        if self.building:
+            return _BUILD_LIMIT_S
+        return None if self.started else _START_LIMIT_S
 
 
 def run_isolated(
@@ -54,10 +68,9 @@ def run_isolated(
     Returns: the events, and whether they are complete.
     Raises: SelectionError: the child cannot run at all; carries the end of its output.
     """
-    deadline = time.monotonic() + timeout_s
-    state = _Progress()
+    state = _Progress(deadline=time.monotonic() + timeout_s)
     names = list(request["candidates"] or request["factories"])
-    while time.monotonic() < deadline:
+    while time.monotonic() < state.deadline:
         left = [name for name in names if name not in state.refused]
         if not left:
             return state.events, True
@@ -69,7 +82,7 @@ def run_isolated(
             "factories": factories,
             "first_cell": state.next_cell,
         }
-        reason = _run_child(again, state, time_limit_s, deadline, cells, progress)
+        reason = _run_child(again, state, time_limit_s, cells, progress)
         if state.done:
             return state.events, True
         if reason is None:
@@ -88,12 +101,11 @@ def _run_child(
     request: dict[str, Any],
     state: _Progress,
     time_limit_s: float,
-    deadline: float,
     cells: int,
     progress: Callable[[int, int], None] | None,
 ) -> str | None:
     """Why the child ended early; None if it was done or the deadline passed."""
-    state.started = False
+    state.started = state.building = False
     with tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             [sys.executable, "-m", "tp_runtime.selection.child", str(os.getpid())],
@@ -103,7 +115,7 @@ def _run_child(
             start_new_session=True,  # Ctrl-C reaches the parent, which ends the child
         )
         try:
-            reason = _follow(child, request, state, time_limit_s, deadline, cells, progress)
+            reason = _follow(child, request, state, time_limit_s, cells, progress)
         finally:
             child.kill()
             child.wait()
@@ -120,7 +132,6 @@ def _follow(
     request: dict[str, Any],
     state: _Progress,
     time_limit_s: float,
-    deadline: float,
     cells: int,
     progress: Callable[[int, int], None] | None,
 ) -> str | None:
@@ -132,16 +143,19 @@ def _follow(
     except BrokenPipeError:
         return _ended(child)
     pending = b""
+    began = 0.0
     with selectors.DefaultSelector() as selector:
         selector.register(child.stdout, selectors.EVENT_READ)
         while True:
             # a candidate may use up its limit before the child itself notices: leave it a margin
-            patience_s = 2.0 * time_limit_s + 1.0 if state.started else _START_LIMIT_S
-            left_s = deadline - time.monotonic()
+            patience_s = state.patience_s or 2.0 * time_limit_s + 1.0
+            left_s = state.deadline - time.monotonic()
+            if state.building:
+                left_s = patience_s  # what building takes is given back afterwards
             if left_s <= 0.0:
                 return None
             if not selector.select(min(left_s, patience_s)):
-                if time.monotonic() >= deadline:
+                if time.monotonic() >= state.deadline and not state.building:
                     return None
                 return f"gave no sign for {patience_s:g} s and was ended"
             data = child.stdout.read1(65536)  # type: ignore[attr-defined]
@@ -155,6 +169,14 @@ def _follow(
                     state.running = None
                     return str(event["reason"])
                 state.started = True
+                if kind == "building":
+                    state.building, began = True, time.monotonic()
+                    log.info("building the kernels of %s", ", ".join(event["backends"]))
+                    continue
+                if kind == "ready":
+                    state.building = False
+                    state.deadline += time.monotonic() - began
+                    continue
                 if kind == "running":
                     state.running = event["backend"]
                     continue

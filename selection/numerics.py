@@ -42,7 +42,7 @@ class GateBatch:
     @classmethod
     def random(cls, shape: DecodeShape, rows: int, device: torch.device, *, seed: int) -> GateBatch:
         rng = np.random.default_rng(seed)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device).manual_seed(seed)
         page = shape.page_size
         longest = min(shape.max_kv_len, _GATE_PAGES * page)
         if device.type == "cuda":
@@ -51,27 +51,27 @@ class GateBatch:
         used = -(-lengths // page)
         total = int(used.sum())
         size = (total + 1, shape.kv_heads, page, shape.head_dim)
-        k = torch.randn(size, generator=generator)
-        v = torch.randn(size, generator=generator)
-        order = torch.randperm(total, generator=generator).to(torch.int32)
+        k, v = (torch.randn(size, generator=generator, device=device) for _ in range(2))
+        order = torch.from_numpy(rng.permutation(total).astype(np.int32))
         table = torch.full((rows, shape.table_width), total, dtype=torch.int32)
         start = 0
         for row, count in enumerate(used.tolist()):
             table[row, :count] = order[start : start + count]
             tail = int(lengths[row]) - (count - 1) * page
             for pages in (k, v):
-                pages[table[row, count - 1], :, tail:] = torch.nan
+                pages[int(table[row, count - 1]), :, tail:] = torch.nan
             start += count
         k[total] = v[total] = torch.nan
-        q = torch.randn(rows * shape.q_len, shape.q_heads, shape.head_dim, generator=generator)
+        heads = (rows * shape.q_len, shape.q_heads, shape.head_dim)
+        q = torch.randn(heads, generator=generator, device=device)
         kv_dtype = DTYPES[shape.kv_dtype or shape.dtype]
         return cls(
             shape=shape,
             step=DecodeStep(batch_size=rows, bucket=rows, kv_lens=lengths),
-            q=q.to(device, DTYPES[shape.dtype]),
+            q=q.to(DTYPES[shape.dtype]),
             kv=PagedKV(
-                k=k.to(device, kv_dtype),
-                v=v.to(device, kv_dtype),
+                k=k.to(kv_dtype),
+                v=v.to(kv_dtype),
                 block_table=table.to(device),
                 kv_lens=torch.from_numpy(lengths).to(device),
             ),

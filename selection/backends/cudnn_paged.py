@@ -47,6 +47,14 @@ class Cudnn:
     def refusal(shape: DecodeShape, device: DeviceInfo) -> str | None:
         return SUPPORT.refusal(shape, device)
 
+    def build(self) -> None:
+        """Load the library and its engines, which takes seconds the first time."""
+        shape = self._shape
+        pages = (2, shape.kv_heads, shape.page_size, shape.head_dim)
+        strides = (pages[1] * pages[2] * pages[3], pages[2] * pages[3], pages[3], 1)
+        with torch.cuda.device(self._device):
+            self._build(1, pages, strides, strides)
+
     def prepare_for_capture(self, bucket: int) -> None:
         """The graph is built by the first run: only then is the size of the cache known."""
 
@@ -59,7 +67,8 @@ class Cudnn:
         if key not in self._graphs:
             if capturing():
                 raise SelectionError(f"{self.name}: run {rows} rows once before the capture")
-            self._graphs[key] = self._build(rows, kv)
+            strides = kv.k.stride(), kv.v.stride()
+            self._graphs[key] = self._build(rows, tuple(kv.k.shape), *strides)
             self._ones[rows] = torch.ones((rows, 1, 1, 1), dtype=torch.int32, device=q.device)
         graph, size_bytes = self._graphs[key]
         width = self._shape.table_width
@@ -87,7 +96,13 @@ class Cudnn:
             self._handles[stream] = handle
         return self._handles[stream]
 
-    def _build(self, rows: int, kv: PagedKV) -> tuple[Any, int]:
+    def _build(
+        self,
+        rows: int,
+        pages: tuple[int, ...],
+        k_strides: tuple[int, ...],
+        v_strides: tuple[int, ...],
+    ) -> tuple[Any, int]:
         """The cuDNN graph and the bytes of workspace that it needs."""
         cudnn = _cudnn()
         shape = self._shape
@@ -115,8 +130,8 @@ class Cudnn:
         result, _ = graph.sdpa(
             name="decode",
             q=tensor(_Q, "q", (rows, heads, 1, dim), (heads * dim, dim, heads * dim, 1)),
-            k=tensor(_K, "k", tuple(kv.k.shape), kv.k.stride()),
-            v=tensor(_V, "v", tuple(kv.v.shape), kv.v.stride()),
+            k=tensor(_K, "k", pages, k_strides),
+            v=tensor(_V, "v", pages, v_strides),
             is_inference=True,
             attn_scale=dim**-0.5,
             use_padding_mask=True,

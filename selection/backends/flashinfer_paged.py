@@ -184,9 +184,10 @@ class FlashInferPrefill(FlashInferPaged):
 
     def _scratch_bytes(self, rows: int) -> int:
         shape = self._shape
-        packed = shape.q_len * shape.group_size
-        tile = 16 if packed <= 16 else (64 if packed <= 64 else 128)
-        tiles = -(-rows * packed // tile) + rows - 1
+        # the planner allows for one row that holds all queries but one of each other row
+        most = (rows * (shape.q_len - 1) + 1) * shape.group_size
+        tile = 16 if most <= 16 else (64 if most <= 64 or shape.head_dim > 128 else 128)
+        tiles = -(-rows * shape.q_len * shape.group_size // tile) + rows - 1
         padded = max(2 * self._sm_count // shape.kv_heads, tiles)
         return shape.q_heads * padded * tile * (shape.head_dim + 1) * 4 + (1 << 20)
 

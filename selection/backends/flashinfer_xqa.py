@@ -21,7 +21,6 @@ SUPPORT = Support(
     modules=("flashinfer",),
     capabilities=(9, 10, 12),
     groups=tuple(range(1, 17)),
-    fp8_kv=True,
     compiles=True,
 )
 _SEMAPHORE_BYTES = 1 << 20
@@ -37,7 +36,6 @@ class FlashInferXqa:
         self._shape = shape
         self._sm_count = properties.multi_processor_count
         self._pdl = properties.major >= 9
-        self._fp8_kernel = shape.kv_dtype == "float8_e4m3fn" and properties.major == 9
         self._workspaces = Workspaces(self.name, device)
         self._loaded: Any = None
 
@@ -63,7 +61,7 @@ class FlashInferXqa:
         heads = (rows, 1, shape.q_heads, shape.head_dim)
         try:
             self._module().xqa(
-                self._fp8_kernel,
+                False,  # the kernel for 16-bit pages; the one for 8 bits does not match here
                 self._sm_count,
                 shape.kv_heads,
                 0,  # no sliding window

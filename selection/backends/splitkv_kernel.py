@@ -6,7 +6,8 @@ ranges, one range per program ("stream-K": Osama et al., 2023, arXiv 2301.03598)
 the end of one pair, some whole pairs, and the begin of another; a ragged batch is as even as an
 equal one. Whole pairs are written at once. A pair that lies in several ranges leaves partial
 results, and the last program to arrive there adds them up, in the order of the ranges, so that the
-result does not depend on who was last.
+result does not depend on who was last. Where cutting gains less than the merges cost, each program
+takes one whole pair instead.
 """
 
 # The kernel language is not Python: its arguments have no Python types.
@@ -95,7 +96,9 @@ def splitkv(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    FEW_PROGRAMS: tl.constexpr,
+    SATURATING: tl.constexpr,
+    MERGE_TILES: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -117,14 +120,31 @@ def splitkv(
     # a row without tokens gets a tile too, all masked, so that its result is written
     tiles = tl.where(row_index < rows, tl.maximum((lens + BLOCK_N - 1) // BLOCK_N, 1), 0)
     total = tl.sum(tiles, 0) * KV_HEADS
-    per_program = tl.maximum((total + tl.num_programs(0) - 1) // tl.num_programs(0), MIN_TILES)
-    item = program * per_program
-    begin = item
-    end = tl.minimum(item + per_program, total)
+    longest = tl.max(tiles, 0)
+    pairs = rows * KV_HEADS
+    programs = tl.num_programs(0)
+    # few pairs are cut into fewer ranges: each cut costs a merge
+    ranges = tl.where(pairs <= FEW_PROGRAMS, FEW_PROGRAMS, programs)
+    per_program = (total + ranges - 1) // ranges
+    if (total == longest * pairs) & (per_program > longest):
+        # all rows equal: whole pairs only, nothing to merge
+        per_program = ((per_program + longest - 1) // longest) * longest
+    # a program per pair, if the longest takes no longer than the even division with its merges;
+    # memory is saturated by SATURATING programs, so that fewer do not read faster
+    reading = total // SATURATING
+    even = tl.maximum(per_program, reading) + MERGE_TILES
+    whole = (pairs <= programs) & (tl.maximum(longest, reading) <= even)
+
+    own_row = program // KV_HEADS
+    own_tiles = tl.sum(tl.where(row_index == own_row, tiles, 0), 0)  # 0 beyond the last row
     ends = tl.cumsum(tiles, 0) * KV_HEADS
-    before = (ends <= item) & (row_index < rows)
+    before = tl.where(whole, row_index < own_row, ends <= program * per_program)
+    before = before & (row_index < rows)
     row = tl.sum(before.to(tl.int32), 0)
     row_start = tl.sum(tl.where(before, tiles, 0), 0) * KV_HEADS
+    begin = tl.where(whole, row_start + (program % KV_HEADS) * own_tiles, program * per_program)
+    end = tl.where(whole, begin + own_tiles, tl.minimum(begin + per_program, total))
+    item = begin
 
     m_index = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, HEAD_DIM)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tp_runtime.selection.backends.gpu_support import Support, Workspaces, checked_rows
+from tp_runtime.selection.backends.gpu_support import DTYPES, Support, Workspaces, checked_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,8 +23,8 @@ SUPPORT = Support(
     modules=("triton",), page_sizes=(8, 16, 32, 64, 128, 256), fp8_kv=True, long_queries=True
 )
 _LOG2_E = 1.4426950408889634
-_MERGED_ELEMENTS = 8192  # of partial results in registers at once
 _MOST_QUERY_ROWS = 64
+_BYTES_IN_FLIGHT = 2 << 20  # what keeps the memory of a large GPU busy: bandwidth times latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,9 @@ class LaunchConfig:
     Args:
         block_n: KV tokens per tile.  stages: tiles in flight, one less than this many.
         per_sm: programs per multiprocessor, all resident at once.
-        min_tiles: fewest tiles of a program, where there are more programs than work.
+        few_per_sm: programs per multiprocessor that share a batch of few (row, head) pairs.
+        merge_tiles: what cutting a batch costs, in the time of one tile.
+        merged_elements: of partial results in registers at once, when they are added up.
         max_registers: per thread; None leaves it to the compiler.
     """
 
@@ -42,7 +44,9 @@ class LaunchConfig:
     stages: int = 3
     warps: int = 4
     per_sm: int = 3
-    min_tiles: int = 1
+    few_per_sm: int = 2
+    merge_tiles: int = 7
+    merged_elements: int = 8192
     max_registers: int | None = 168
     dependent_launch: bool = True
 
@@ -62,7 +66,11 @@ class TritonSplitKv:
         properties = torch.cuda.get_device_properties(device)
         self._shape = shape
         self._config = config or launch_config(shape, properties.major)
-        self._programs = properties.multi_processor_count * self._config.per_sm
+        self._sm_count = properties.multi_processor_count
+        self._programs = self._sm_count * self._config.per_sm
+        kv_dtype = DTYPES[shape.kv_dtype or shape.dtype]
+        tile_bytes = 2 * self._config.block_n * shape.head_dim * kv_dtype.itemsize
+        self._saturating = max(1, _BYTES_IN_FLIGHT // tile_bytes)
         self._group_rows = _power_of_two(shape.group_size * shape.q_len)
         self._results = Workspaces(self.name, device)
         self._counters = Workspaces(self.name, device)
@@ -114,9 +122,11 @@ class TritonSplitKv:
                 ROWS_POW2=32 if rows <= 32 else max(128, _power_of_two(rows)),
                 BLOCK_M=max(16, self._group_rows),
                 BLOCK_N=config.block_n,
-                BLOCK_S=max(1, _MERGED_ELEMENTS // (self._group_rows * shape.head_dim)),
+                BLOCK_S=max(1, config.merged_elements // (self._group_rows * shape.head_dim)),
                 GROUP_ROWS=self._group_rows,
-                MIN_TILES=config.min_tiles,
+                FEW_PROGRAMS=self._sm_count * config.few_per_sm,
+                SATURATING=self._saturating,
+                MERGE_TILES=config.merge_tiles,
                 STAGES=config.stages,
                 PDL=config.dependent_launch,
                 num_warps=config.warps,

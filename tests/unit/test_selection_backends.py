@@ -16,6 +16,7 @@ from tp_runtime.selection.registry import PRIORITY, BackendSet
 
 CPU = torch.device("cpu")
 FAST = [name for name in PRIORITY if name.startswith("cpu_")]
+HERE = [*FAST, "torch_reference"]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -90,7 +91,7 @@ def shape_of(**changes: Any) -> DecodeShape:
     return replace(base, **changes)
 
 
-@pytest.mark.parametrize("name", PRIORITY)
+@pytest.mark.parametrize("name", HERE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
@@ -138,7 +139,7 @@ def test_batches_larger_than_one_chunk() -> None:
         torch.testing.assert_close(problem.run(backends[name]), expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", PRIORITY)
+@pytest.mark.parametrize("name", HERE)
 def test_next_step_reads_the_new_table(name: str) -> None:
     shape = shape_of()
     backend = BackendSet(shape, CPU)[name]

@@ -26,7 +26,7 @@ from tp_runtime.selection import (
     select,
 )
 from tp_runtime.selection.bench import cells_of
-from tp_runtime.selection.registry import FACTORIES, usable_backends
+from tp_runtime.selection.registry import CPU_FACTORIES, FACTORIES, GPU_FACTORIES, usable_backends
 from tp_runtime.selection.report import plan_table, selection_report
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ SHAPE = DecodeShape(
     q_heads=6, kv_heads=2, head_dim=16, dtype="float32", page_size=16, table_width=8
 )
 CPU = DeviceInfo(type="cpu", name="cpu")
+HERE = (*CPU_FACTORIES, "torch_reference")
 
 
 def step_of(rows: int, bucket: int | None = None, variant: int = 0) -> DecodeStep:
@@ -50,20 +51,23 @@ def step_of(rows: int, bucket: int | None = None, variant: int = 0) -> DecodeSte
 def test_listing_is_in_priority_order() -> None:
     listed = available_backends(SHAPE, CPU)
     assert tuple(name for name, _ in listed) == PRIORITY == tuple(FACTORIES)
-    assert all(reason is None for _, reason in listed)
+    usable = [name for name, reason in listed if reason is None]
+    assert usable == [*CPU_FACTORIES, "torch_reference"]
+    assert all("GPUs only" in (dict(listed)[name] or "") for name in GPU_FACTORIES)
 
 
 def test_elsewhere_the_cpu_backends_say_why() -> None:
     listed = dict(available_backends(SHAPE, DeviceInfo(type="cuda", name="a GPU")))
     assert listed["torch_reference"] is None
-    assert all("CPU only" in (listed[name] or "") for name in PRIORITY if name.startswith("cpu_"))
+    assert all("CPU only" in (listed[name] or "") for name in CPU_FACTORIES)
 
 
 def test_disabled_and_pinned() -> None:
     listed = dict(
         available_backends(SHAPE, CPU, eligibility=Eligibility(disabled=frozenset({"cpu_padded"})))
     )
-    assert [n for n, reason in listed.items() if reason] == ["cpu_padded"]
+    refused = [n for n, reason in listed.items() if reason and n not in GPU_FACTORIES]
+    assert refused == ["cpu_padded"]
     listed = dict(available_backends(SHAPE, CPU, eligibility=Eligibility(pin="cpu_rowwise")))
     assert usable_backends(listed.items()) == ("cpu_rowwise",)
     assert listed["cpu_padded"] == "not asked for: cpu_rowwise is pinned"
@@ -82,7 +86,7 @@ def test_disabled_and_pinned() -> None:
 )
 def test_unknown_names_list_the_known(make: object) -> None:
     assert callable(make)
-    with pytest.raises(ConfigError, match="'xqa' is unknown; known: cpu_grouped"):
+    with pytest.raises(ConfigError, match="'xqa' is unknown; known: flashinfer_trtllm_gen"):
         make()
     with pytest.raises(ConfigError, match="both asked for and disabled"):
         Eligibility(pin="cpu_padded", disabled=frozenset({"cpu_padded"}))
@@ -115,7 +119,7 @@ def test_dispatch_follows_bucket_and_variant() -> None:
         for n in (10, 100)
         for name, us in (("cpu_grouped", n), ("cpu_padded", 110 - n), ("torch_reference", 500))
     ]
-    plan = select(samples, priority=PRIORITY, shape=SHAPE)
+    plan = select(samples, priority=HERE, shape=SHAPE)
     assert plan[4] == ("cpu_grouped", "cpu_padded")
     backends = BackendSet(SHAPE, torch.device("cpu"))
     for variant, name in enumerate(plan[4]):
@@ -194,7 +198,7 @@ def test_measuring_refuses_by_name_and_goes_on() -> None:
     cells = cells_of(small_request({}))
     assert len(report.samples) == 3 * len(cells)
     assert all(s.median_us > 0 and s.spread_us >= 0 and s.host_us >= 0 for s in report.samples)
-    plan = select(report.samples, priority=PRIORITY)
+    plan = select(report.samples, priority=HERE)
     assert plan.measured
     assert plan.buckets == (1, 3)
 
@@ -218,7 +222,7 @@ def test_report_is_aligned_and_says_what_was_refused() -> None:
         for r in (1, 3)
         for name, us in (("cpu_grouped", n + 1.0), ("cpu_padded", 110.0 - n))
     ]
-    plan = select(samples, priority=PRIORITY, shape=SHAPE, buckets=[8])
+    plan = select(samples, priority=HERE, shape=SHAPE, buckets=[8])
     report = BenchReport(samples=tuple(samples), refusals={"xqa": "no\n GPU"}, seconds=1.5)
     text = selection_report(plan, report)
     lines = text.splitlines()
@@ -241,4 +245,4 @@ def test_report_is_aligned_and_says_what_was_refused() -> None:
     # no kernel gets faster with more tokens, as the second one does here
     assert "disturbed" in lines[-1]
     assert max(map(len, lines)) <= 100
-    assert "cpu_grouped" in plan_table(BackendPlan.fixed(PRIORITY, [1, 2]))
+    assert "cpu_grouped" in plan_table(BackendPlan.fixed(HERE, [1, 2]))
