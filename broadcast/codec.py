@@ -38,7 +38,6 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     for code, name in enumerate(("<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8"), start=1)
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_INTEGERS = frozenset({int})
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes, bytearray, memoryview})
 
 
@@ -65,24 +64,9 @@ def encode(message: Message) -> bytes:
     return packed
 
 
-def encode_step(message: Message, most_bytes: int) -> bytes | None:
-    """The short way for what is sent in every step: a list of integers, or bytes.
-
-    Returns:
-        As `encode`; None if it is another message, or longer, or not allowed.
-    """
-    kind = type(message)
-    if kind is list:
-        if not _INTEGERS.issuperset(map(type, message)) or len(message) > MAX_ITEMS:
-            return None
-    elif kind is not bytes or len(message) >= LARGE_BYTES:
-        return None
-    try:
-        packed: bytes = _local.packer.pack(message)
-    except OverflowError:
-        _local.packer.reset()
-        return None
-    return packed if len(packed) <= most_bytes else None
+def make_packer() -> msgpack.Packer:
+    """A packer of one thread for messages that were checked to be integers or bytes."""
+    return msgpack.Packer(strict_types=True)
 
 
 def encode_parts(message: Message) -> list[bytes | memoryview]:

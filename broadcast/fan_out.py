@@ -77,14 +77,12 @@ class FanOut:
             try:
                 send(frame, _NO_SIGNAL)
             except BlockingIOError:
-                waiting = waiting or []
-                waiting.append((link, 0))
+                waiting = [*(waiting or ()), (link, 0)]
             except OSError as error:
                 raise LinkBroken(link, error) from None
             else:
                 if memfd >= 0 and not _try_memfd(link, memfd):
-                    waiting = waiting or []
-                    waiting.append((link, 1))
+                    waiting = [*(waiting or ()), (link, 1)]
         if waiting is not None:
             self._send_rest(waiting, frame, memfd, Deadline(timeout_s))
         # Wake another peer first next time: the last of a row waits for all wake-ups.

@@ -92,20 +92,23 @@ class Cadence:
         self._last_s = 0.0
         self._odd_s = 0.0
 
-    def next_interval_s(self, now_s: float, kind: int = 0) -> float:
-        """Count a message sent now; seconds to the next one, 0 = unknown.
+    def expected_s(self, kind: int = 0) -> float:
+        """Seconds from a message of this kind to the next message, 0 = unknown.
 
         Args:
             kind: messages of one kind are followed by intervals of one length, as a step of
                 decode by a short and a step of prefill by a long one.
         """
+        return self._intervals_s.get(kind, 0.0)
+
+    def count(self, now_s: float, kind: int = 0) -> None:
+        """Learn that a message of this kind was sent now."""
         gap_s, self._last_s = now_s - self._last_s, now_s
         before, self._kind = self._kind, kind
         if gap_s < _LONGEST_PREDICTION_S:
-            self._count(before, gap_s)
-        return self._intervals_s.get(kind, 0.0)
+            self._learn(before, gap_s)
 
-    def _count(self, kind: int, gap_s: float) -> None:
+    def _learn(self, kind: int, gap_s: float) -> None:
         mean_s = self._intervals_s.setdefault(kind, gap_s)
         if abs(gap_s - mean_s) <= mean_s / 4:
             self._intervals_s[kind] = mean_s + 0.2 * (gap_s - mean_s)

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import os
 import time
+from threading import get_ident
 from typing import TYPE_CHECKING, NoReturn
 
 from tp_runtime.broadcast.broadcaster import CpuTpBroadcaster, Receipt
-from tp_runtime.broadcast.codec import Message, encode, encode_parts, encode_step, field
+from tp_runtime.broadcast.codec import (
+    LARGE_BYTES,
+    Message,
+    encode,
+    encode_parts,
+    field,
+    make_packer,
+)
 from tp_runtime.broadcast.control import ControlFrame, clip
 from tp_runtime.broadcast.deadline import Deadline
 from tp_runtime.broadcast.fan_out import FanOut, LinkBroken, LinksFull
@@ -19,9 +27,10 @@ from tp_runtime.broadcast.watch import Watch
 from tp_runtime.broadcast.wire import (
     HEADER_BYTES,
     MAX_INTERVAL_S,
+    PLAIN_HEADER,
     Kind,
-    PlainFrames,
     pack_frame,
+    plain_first,
 )
 from tp_runtime.errors import BroadcastError, DeadlineExceeded, PeerLost, ProtocolError
 
@@ -30,6 +39,7 @@ if TYPE_CHECKING:
     from tp_runtime.broadcast.link import Link
 
 
+_INTEGERS = frozenset({int})
 # The decision of a confirm is sent even when the answers used up all the time.
 _DECISION_S = 0.2
 
@@ -48,7 +58,6 @@ class RootBroadcaster(CpuTpBroadcaster):
         super().__init__(rank=0, world_size=world_size, config=config)
         self._links = links
         self._progress = progress
-        self._plain = PlainFrames(epoch=config.epoch, most_bytes=config.max_message_bytes)
         self._lag = LagBound(links, timeout_s=config.timeout_s)
         self._fan_out = FanOut(
             list(links.values()),
@@ -57,8 +66,12 @@ class RootBroadcaster(CpuTpBroadcaster):
             counters=self._counters,
         )
         self._cadence = Cadence()
-        self._expected_s = 0.0
-        self._last_sent_s = self._last_beat_s = time.monotonic()
+        self._interval_us = 0
+        self._timeout_s = config.timeout_s
+        self._packer = make_packer()
+        self._first = plain_first(config.epoch)
+        self._sent_ns = time.monotonic_ns()
+        self._last_beat_s = self._sent_ns / 1e9
         self._answers: dict[int, tuple[bool, str]] = {}
         self._asking = 0
         self._left: int | None = None
@@ -90,32 +103,64 @@ class RootBroadcaster(CpuTpBroadcaster):
     def publish(
         self, message: Message, *, timeout_s: float | None = None, next_s: float | None = None
     ) -> None:
-        self._enter()
-        if self._left is not None:
-            self._raise_left(self._links[self._left])
-        if timeout_s is None:
-            timeout_s = self.config.timeout_s
-        expected_s = self._expected_s if next_s is None else next_s
-        interval_us = int(min(max(expected_s, 0.0), MAX_INTERVAL_S) * 1e6)
-        # What comes before the first peer has its message is kept short: a step of the model has
-        # put this code out of the caches, and all peers wait for it.
-        body = encode_step(message, self._most_plain_bytes)
-        if body is None:
-            self._publish_other(message, timeout_s, interval_us)
-        else:
-            frame = self._plain.frame(body, sequence=self._sequence + 1, interval_us=interval_us)
-            self._send(frame, timeout_s)
-            self._counters.messages += 1
-            self._counters.body_bytes += len(body)
-        # The cadence as far as it is known by now is announced with the next message.
-        self._expected_s = self._cadence.next_interval_s(self._last_sent_s)
+        # One straight line until every peer has the message of a step. A step of the model has put
+        # this code out of the caches, each call in it costs microseconds, and all peers wait.
+        # Whatever is unusual goes the long way, which looks at everything.
+        body = None
+        if get_ident() == self._owner and self._latch.error is None and self._left is None:
+            kind = type(message)
+            if (kind is list and _INTEGERS.issuperset(map(type, message))) or (
+                kind is bytes and len(message) < LARGE_BYTES
+            ):
+                body = self._packed(message)
+        if body is None or len(body) > self._most_plain_bytes:
+            self._publish_other(message, timeout_s, next_s)
+            return
+        interval_us = self._interval_us
+        if next_s is not None:
+            interval_us = int(next_s * 1e6) if 0.0 <= next_s <= MAX_INTERVAL_S else 0
+        sequence, sent_ns = self._sequence + 1, time.monotonic_ns()
+        frame = PLAIN_HEADER.pack(self._first, len(body), interval_us, sequence, sent_ns) + body
+        self._in_call = True
+        try:
+            self._fan_out.send(frame, self._timeout_s if timeout_s is None else timeout_s)
+        except BaseException as error:  # noqa: BLE001 - also an interrupt ends the channel; raised again
+            self._sending_failed(error)
+        self._in_call = False
+        self._sequence, self._sent_ns = sequence, sent_ns
+        self._counters.messages += 1
+        self._counters.body_bytes += len(body)
+        if next_s is None:
+            self._count_cadence()
 
-    def _publish_other(self, message: Message, timeout_s: float, interval_us: int) -> None:
-        parts = encode_parts(message)
-        if self._links:
-            self._send_parts(Kind.MESSAGE, parts, timeout_s, interval_us)
-        else:
+    def _count_cadence(self) -> None:
+        """The cadence as far as it is known by now is announced with the next message."""
+        self._cadence.count(self._sent_ns / 1e9)
+        self._interval_us = int(self._cadence.expected_s() * 1e6)
+
+    def _packed(self, message: Message) -> bytes | None:
+        try:
+            packed: bytes = self._packer.pack(message)
+        except OverflowError:
+            self._packer.reset()
+            return None
+        return packed
+
+    def _publish_other(
+        self, message: Message, timeout_s: float | None, next_s: float | None
+    ) -> None:
+        self._enter()
+        if not self._links:
+            encode_parts(message)  # so that a message that may not travel is refused here, too
             self._sequence += 1
+            return
+        interval_us = self._interval_us
+        if next_s is not None:
+            interval_us = int(next_s * 1e6) if 0.0 <= next_s <= MAX_INTERVAL_S else 0
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        self._send_parts(Kind.MESSAGE, encode_parts(message), timeout_s, interval_us)
+        if next_s is None:
+            self._count_cadence()
 
     def confirm(self, message: Message, *, timeout_s: float | None = None) -> Receipt:
         self._enter()
@@ -211,25 +256,28 @@ class RootBroadcaster(CpuTpBroadcaster):
             self._counters.body_bytes += length
             self._counters.large_messages += large
 
-    def _send(self, frame: bytes, timeout_s: float, memfd: int = -1) -> None:
-        """Send one frame to every peer, or fail the channel."""
-        done, self._in_call = False, True
+    def _send(self, frame: bytes, timeout_s: float, memfd: int) -> None:
+        self._in_call = True
         try:
             self._fan_out.send(frame, timeout_s, memfd)
-            self._sequence += 1
-            done = True
-        except LinkBroken as broken:
-            self._raise_lost(broken.link, broken.error)
-        except LinksFull as full:
+        except BaseException as error:  # noqa: BLE001 - also an interrupt ends the channel; raised again
+            self._sending_failed(error)
+        self._in_call = False
+        self._sequence += 1
+        self._sent_ns = time.monotonic_ns()
+
+    def _sending_failed(self, error: BaseException) -> NoReturn:
+        """Some peers have the message and some do not: nobody may go on from here."""
+        self._in_call = False
+        if isinstance(error, LinkBroken):
+            self._raise_lost(error.link, error.error)
+        if isinstance(error, LinksFull):
             what = f"did not take message {self._sequence + 1} from a full buffer"
-            self._raise_late(full.links, full.deadline, what)
-        finally:
-            self._in_call = False
-            if not done and self._latch.error is None:
-                # Some peers have the message and some do not: nobody may go on from here.
-                reason = "interrupted while it was sending"
-                self._fail(PeerLost(f"rank 0 was {reason}", rank=0, reason=reason))
-        self._last_sent_s = time.monotonic()
+            self._raise_late(error.links, error.deadline, what)
+        if self._latch.error is None:
+            reason = f"interrupted while it was sending ({type(error).__name__})"
+            self._fail(PeerLost(f"rank 0 was {reason}", rank=0, reason=reason))
+        raise error
 
     def _raise_lost(self, link: Link, error: OSError) -> NoReturn:
         if link.left:
@@ -340,7 +388,7 @@ class RootBroadcaster(CpuTpBroadcaster):
     def on_tick(self) -> None:
         self._check_lag()
         now_s = time.monotonic()
-        if now_s - max(self._last_sent_s, self._last_beat_s) >= self.config.heartbeat_s / 2:
+        if now_s - max(self._sent_ns / 1e9, self._last_beat_s) >= self.config.heartbeat_s / 2:
             self._last_beat_s = now_s
             for link in self._links.values():
                 if not link.left:

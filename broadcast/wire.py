@@ -34,9 +34,9 @@ HEADER = struct.Struct("<HBBHHIIQQ")
 HEADER_BYTES = HEADER.size
 CHECKSUM = struct.Struct("<I")
 MEMFD_MARK = b"M"
-# A frame from the eye of a receiver that knows what must come next: the first 8 bytes as one
-# number, then length, interval_us, sequence and sent_ns.
-_PLAIN = struct.Struct("<QIIQQ")
+# The header of the frame of every step, a MESSAGE without flags: its first 8 bytes are one number
+# that is known before (`plain_first`), then length, interval_us, sequence and sent_ns.
+PLAIN_HEADER = struct.Struct("<QIIQQ")
 MAX_INTERVAL_S = 4294.0
 # Both sides read one clock, so a send time ahead of it by more than this is not one of ours.
 _FUTURE_NS = 1_000_000_000
@@ -132,31 +132,31 @@ def pack_frame(
     return frame
 
 
-class PlainFrames:
-    """The frame of every step, a MESSAGE without flags: made by one call, recognised by one.
+def plain_first(epoch: int) -> int:
+    """The first 8 bytes of a MESSAGE without flags."""
+    head = HEADER.pack(MAGIC, VERSION, Kind.MESSAGE, 0, epoch & 0xFFFF, 0, 0, 0, 0)
+    return int.from_bytes(head[:8], "little")
 
-    Both sides run this between two steps of a GPU. What a receiver does not recognise goes to
+
+class PlainFrames:
+    """Recognises the frame of every step in one comparison.
+
+    A receiver runs this between two steps of a GPU. What it does not recognise goes to
     `parse_frame`, which says what is wrong with it or that nothing is.
     """
 
     __slots__ = ("_first", "_most_bytes")
 
     def __init__(self, *, epoch: int, most_bytes: int) -> None:
-        head = HEADER.pack(MAGIC, VERSION, Kind.MESSAGE, 0, epoch & 0xFFFF, 0, 0, 0, 0)
-        self._first = int.from_bytes(head[:8], "little")
+        self._first = plain_first(epoch)
         self._most_bytes = most_bytes
-
-    def frame(self, body: bytes | memoryview, *, sequence: int, interval_us: int) -> bytes:
-        """As `pack_frame`."""
-        sent_ns = time.monotonic_ns()
-        return _PLAIN.pack(self._first, len(body), interval_us, sequence, sent_ns) + body
 
     def times(self, packet: memoryview, *, sequence: int, now_ns: int) -> tuple[int, int] | None:
         """sent_ns and interval_us of such a frame; None: not one, or not a valid one."""
         size = len(packet)
         if size < HEADER_BYTES:
             return None
-        first, length, interval_us, got, sent_ns = _PLAIN.unpack_from(packet)
+        first, length, interval_us, got, sent_ns = PLAIN_HEADER.unpack_from(packet)
         if (
             first == self._first
             and length == size - HEADER_BYTES

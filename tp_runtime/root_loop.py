@@ -188,8 +188,9 @@ class RootLoop:
             with self._times.measure(step, Phase.PLAN):
                 plan, snapshot = self._scheduler.next_step()
             with self._times.measure(step, Phase.PUBLISH):
-                next_s = self._cadence.next_interval_s(time.monotonic(), plan.kind)
+                next_s = self._cadence.expected_s(plan.kind)
                 self._channel.publish(self._encoder.encode(plan), next_s=next_s)
+                self._cadence.count(time.monotonic(), plan.kind)
         # only now: the worker shares the interpreter with this thread, and while it plans and
         # publishes every peer waits for it, but while the model runs the interpreter is idle
         self._start_harvest()
