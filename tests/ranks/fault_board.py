@@ -5,6 +5,7 @@ Loaded by the nursery (see `fault_nursery`) and therefore by every rank: no pyte
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import select
@@ -164,6 +165,12 @@ def sockets_of(pid: int) -> int:
     return count
 
 
+def state_letter(pid: int) -> str:
+    """What the kernel says of the main thread of a process, S: it waits."""
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
 def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
@@ -175,7 +182,8 @@ def children() -> int:
 
 
 def memory_bytes() -> int:
-    """Resident memory of this process that is its own, shared pages of the nursery included."""
+    """Resident memory of this process, without what only waits for the collector."""
+    gc.collect()
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
 

@@ -10,6 +10,10 @@ import itertools
 from dataclasses import dataclass
 
 TIMEOUT_S = 0.3
+# Longer than any wait may be silent, where a fault must outlast that.
+LONG_S = TIMEOUT_S + 0.05
+# Restart count of the group.
+EPOCH = 3
 # For a rank that is to wait in vain in a join; the others are given time.
 BRIEF_JOIN_S = 0.3
 JOIN_S = 5.0

@@ -79,7 +79,8 @@ class _Group:
             self._board.release()
             # a stopped rank is continued, to see that it does not go on as if nothing had happened
             self._signal(signal.SIGCONT)
-            self._hear(self._ranks, now() + _LAST_WORDS_S)
+            if not self._hear(self._ranks, now() + _LAST_WORDS_S):
+                self._ask_for_stacks()
             self._await_exits()
         finally:
             self._end()
@@ -163,7 +164,7 @@ class _Group:
 
     def _ask_for_stacks(self) -> None:
         for one in self._ranks:
-            if one.report is None and one.open:
+            if one.report is None and one.ended is None:
                 os.kill(one.pid, signal.SIGUSR2)
         time.sleep(_STACKS_S)
 

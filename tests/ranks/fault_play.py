@@ -1,41 +1,32 @@
 """What every rank of a cell of the fault matrix does, and what it reports.
 
 The survivors use the public API only. The faulty rank does the same up to the point at which its
-fault strikes; what it does then is in `fault_actions`.
+fault strikes, which is in a phase of `fault_phases`; what it does then is in `fault_actions`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from tests.ranks import fault_actions
+from tests.ranks import fault_actions, fault_joins
 from tests.ranks.fault_board import children, descriptors, failed, leaked, now, threads
-from tests.ranks.fault_cells import GRACE_S, TIMEOUT_S, Cell
-from tests.ranks.fault_strike import after_send, calm, inject_clock, inside
+from tests.ranks.fault_cells import EPOCH, GRACE_S, TIMEOUT_S, Cell
+from tests.ranks.fault_phases import PHASES
+from tests.ranks.fault_strike import calm, inject_clock
 from tp_runtime.broadcast import BroadcasterConfig, BroadcastError, ChannelClosed, CpuTpBroadcaster
-from tp_runtime.broadcast.codec import encode
-from tp_runtime.broadcast.sockets import PacketSocket, process_state
-from tp_runtime.broadcast.wire import Kind, pack_frame
+from tp_runtime.broadcast.sockets import process_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.ranks.fault_board import Me
 
-EPOCH = 3
 # After this long without an error a survivor gives up; far more than it may take.
 _NO_ERROR_S = TIMEOUT_S + GRACE_S + 0.7
-_SETTLE_S = 0.02
 _STEP_S = 0.005
-_BEFORE = 3
 _AFTER = 10
-_FLOOD_BYTES = 60_000
-# What a wait is silent for, where the fault is to outlast the deadline of the waits.
-LONG_S = TIMEOUT_S + 0.05
 
 
 class NothingRaised(Exception):
@@ -44,10 +35,6 @@ class NothingRaised(Exception):
 
 class Disorder(Exception):
     """A survivor received another message than the one that was sent."""
-
-
-class GoneQuietly(Exception):
-    """The faulty rank never had a channel and has nothing to report."""
 
 
 class Play:
@@ -115,7 +102,7 @@ class Play:
     def _play(self) -> None:
         try:
             channel = self._enter()
-        except GoneQuietly:
+        except fault_joins.GoneQuietly:
             self.outcome = "quiet"
             return
         except BroadcastError as error:
@@ -123,7 +110,7 @@ class Play:
             return
         self.channel = channel
         try:
-            getattr(self, f"_{self.cell.phase}")(channel)
+            PHASES[self.cell.phase](self, channel)
         except BroadcastError as error:
             self._failed_with(error)
             self._check_that_it_stays_so(channel, error)
@@ -165,7 +152,7 @@ class Play:
         if self.cell.phase != "joining":
             return self.join()
         if self.is_victim:
-            return fault_actions.join(self)
+            return fault_joins.join(self)
         self._await_my_turn_to_join()
         self.calls_from_s = now()
         return self.join()
@@ -206,27 +193,24 @@ class Play:
     def _root_listens(self) -> bool:
         return self.board.struck_s == 0 or self.me.address.exists()
 
-    def _joining(self, channel: CpuTpBroadcaster) -> None:
-        self._go_on(channel)
-
     # what all phases end with ----------------------------------------------------------------
 
     def strike(self) -> None:
         """The fault. For one that is harmless this returns and the group goes on."""
         fault_actions.strike(self)
 
-    def _go_on(self, channel: CpuTpBroadcaster, *, step_s: float = _STEP_S) -> None:
+    def go_on(self, channel: CpuTpBroadcaster, *, step_s: float = _STEP_S) -> None:
         """Work until the channel fails or, where the fault is harmless, for a few more messages."""
         self.calls_from_s = now()
         if channel.rank:
-            self._receive_all(channel)
+            self.receive_all(channel)
         else:
             self._publish_all(channel, step_s=step_s)
 
     def _publish_all(self, channel: CpuTpBroadcaster, *, step_s: float) -> None:
         least = self.sent + _AFTER
         while not (self.board.over and self.sent >= least):
-            self._publish(channel)
+            self.publish(channel)
             if step_s:
                 time.sleep(step_s)
             self._check_time()
@@ -238,11 +222,11 @@ class Play:
         channel.close()
         self.outcome = "ok"
 
-    def _publish(self, channel: CpuTpBroadcaster, body_bytes: int = 0) -> None:
+    def publish(self, channel: CpuTpBroadcaster, body_bytes: int = 0) -> None:
         channel.publish({"n": self.sent, "body": b"x" * body_bytes})
         self.sent += 1
 
-    def _receive_all(self, channel: CpuTpBroadcaster) -> None:
+    def receive_all(self, channel: CpuTpBroadcaster) -> None:
         while True:
             if self.received == self.strikes_at:
                 self.strikes_at = -1
@@ -251,172 +235,28 @@ class Play:
                 time.sleep(self.pauses.pop())
             message = channel.receive()
             if message == "plan":
-                self._acknowledge(channel)
+                self.acknowledge(channel)
             else:
-                self._count(message)
+                self.count(message)
             self._check_time()
 
-    def _receive(self, channel: CpuTpBroadcaster, count: int) -> None:
+    def receive(self, channel: CpuTpBroadcaster, count: int) -> None:
         for _ in range(count):
-            self._count(channel.receive())
+            self.count(channel.receive())
 
-    def _count(self, message: Any) -> None:
+    def count(self, message: Any) -> None:
         if not isinstance(message, dict) or message.get("n") != self.received:
             raise Disorder(f"expected message {self.received}, got {str(message)[:200]}")
         self.received += 1
         self.me.arrive(self.received)
 
-    def _acknowledge(self, channel: CpuTpBroadcaster, detail: str = "") -> None:
+    def acknowledge(self, channel: CpuTpBroadcaster, detail: str = "") -> None:
         self.acted |= channel.acknowledge(True, detail)
 
     def _check_time(self) -> None:
         struck_s = self.board.struck_s
         if not self.cell.goes_on and struck_s and now() > struck_s + _NO_ERROR_S:
             raise NothingRaised(f"rank {self.me.rank}: nothing for {_NO_ERROR_S:g} s")
-
-    # the phases ------------------------------------------------------------------------------
-
-    def _idle(self, channel: CpuTpBroadcaster) -> None:
-        """Nobody is in a call when the fault strikes."""
-        self.me.arrive(1)
-        if self.is_victim:
-            self.me.until(lambda: self.me.all_at(1, list(range(self.me.size))), "all to be idle")
-            time.sleep(_SETTLE_S)
-            self.strike()
-        else:
-            self.me.until_struck()
-            self._look_out(channel)
-        self._go_on(channel)
-
-    def _look_out(self, channel: CpuTpBroadcaster) -> None:
-        """See a failure without a call; a silent fault needs one to be seen."""
-        silent = self.cell.harmless or self.cell.fault in ("stop", "closed_data")
-        if not silent and failed(channel, TIMEOUT_S + GRACE_S):
-            self.noticed_s = now() - self.board.struck_s
-
-    def _in_publish(self, channel: CpuTpBroadcaster) -> None:
-        """Rank 0 is inside publish, the peers take what comes."""
-        floods = self.cell.side == "peer" and self.cell.fault in ("slow", "full", "jump")
-        if channel.rank:
-            if self.is_victim:
-                self.strikes_at = _BEFORE
-            self._receive_all(channel)
-        for _ in range(_BEFORE):
-            self._publish(channel)
-        if self.is_victim:
-            # between two peers if there are two
-            after_send(1, self.strike)
-            self._publish(channel)
-        self.calls_from_s = now()
-        if floods:
-            self._flood(channel)
-        while not self.board.struck_s:
-            self._publish(channel)
-        self._go_on(channel, step_s=0.002)
-
-    def _flood(self, channel: CpuTpBroadcaster) -> None:
-        """More than a buffer takes."""
-        for _ in range(packets_that_fit() + 20):
-            self._publish(channel, _FLOOD_BYTES)
-
-    def _in_receive(self, channel: CpuTpBroadcaster) -> None:
-        """The peers are inside receive and rank 0 has nothing to publish."""
-        if channel.rank == 0:
-            for _ in range(_BEFORE):
-                self._publish(channel)
-            if self.is_victim:
-                self.me.until(lambda: self.me.all_at(_BEFORE, self.others), "all to receive")
-                time.sleep(_SETTLE_S)
-                self.strike()
-            self.me.until_struck()
-            if self.cell.fault in ("eintr", "jump"):
-                time.sleep(LONG_S)
-        else:
-            self._receive(channel, _BEFORE)
-            if self.is_victim:
-                inside("receive", self.strike, after_s=_SETTLE_S, ready=lambda: True)
-        self._go_on(channel)
-
-    def _in_confirm(self, channel: CpuTpBroadcaster) -> None:
-        """Rank 0 waits for answers, and not all have answered."""
-        full = self.cell.fault == "full"
-        if channel.rank == 0:
-            if full and self.is_victim:
-                self.strike()
-            if full:
-                for _ in range(packets_that_fit()):
-                    self._publish(channel, _FLOOD_BYTES)
-            if self.is_victim:
-                # all have the question, and all but the last have answered
-                inside(
-                    "confirm",
-                    self.strike,
-                    after_s=_SETTLE_S,
-                    ready=lambda: self.me.all_at(1, list(range(1, self.me.size))),
-                )
-            self.calls_from_s = now()
-            self.acted = channel.confirm("plan").committed
-        elif full and self.is_victim:
-            self.strike()
-        elif full and self.cell.side == "root":
-            self._answer_one_that_does_not_listen(channel)
-        else:
-            self._answer_in_confirm(channel)
-        self._go_on(channel)
-
-    def _answer_in_confirm(self, channel: CpuTpBroadcaster) -> None:
-        while (message := channel.receive()) != "plan":
-            self._count(message)
-        self.me.arrive(1)
-        if self.is_victim:
-            self.me.until(lambda: self.me.all_at(2, self.others), "the others to answer")
-            time.sleep(_SETTLE_S)
-            self.strike()
-        elif self.cell.side == "root" and self.me.rank == self.cell.last:
-            self.me.until_struck()
-        self.calls_from_s = now()
-        self.me.arrive(2)
-        self._acknowledge(channel)
-
-    def _answer_one_that_does_not_listen(self, channel: CpuTpBroadcaster) -> None:
-        while True:
-            channel.receive()
-            self.calls_from_s = now()
-            self._acknowledge(channel, "x" * 100_000)
-
-    def _in_close(self, channel: CpuTpBroadcaster) -> None:
-        """The faulty rank is inside close."""
-        full = self.cell.fault == "full"
-        if channel.rank == 0:
-            if full:
-                self.me.until_struck()
-                for _ in range(packets_that_fit()):
-                    self._publish(channel, _FLOOD_BYTES)
-                self.calls_from_s = now()
-                channel.close()
-                self.elapsed_s = now() - self.calls_from_s
-                self.outcome = "ok"
-                return
-            for _ in range(_BEFORE):
-                self._publish(channel)
-            if self.is_victim:
-                self._close_and_strike(channel)
-                return
-            self.me.until_struck()
-        elif self.is_victim and full:
-            self.strike()
-        elif self.is_victim:
-            self._receive(channel, _BEFORE)
-            self._close_and_strike(channel)
-            return
-        self._go_on(channel)
-
-    def _close_and_strike(self, channel: CpuTpBroadcaster) -> None:
-        after_send(1, self.strike)
-        channel.close()
-        if self.board.struck_s == 0:
-            self.problems.append("close sent nothing, so the fault did not strike")
-        self.outcome = "ok"
 
 
 def _threads_left() -> int:
@@ -429,22 +269,6 @@ def _threads_left() -> int:
 
 def vars_of(config: BroadcasterConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in config.__dataclass_fields__}
-
-
-def packets_that_fit() -> int:
-    """How many messages of a flood a connection takes before its buffer is full."""
-    frame = pack_frame(
-        Kind.MESSAGE, encode({"n": 10, "body": b"x" * _FLOOD_BYTES}), sequence=1, epoch=EPOCH
-    )
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        packets = PacketSocket(ours)
-        count = 0
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                packets.send(frame)
-                count += 1
-    return count
 
 
 def run_cell(me: Me, *, fault: str, phase: str, side: str, size: int) -> dict[str, Any]:

@@ -14,14 +14,14 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tests.ranks.fault_board import descriptors
+from tests.ranks.fault_board import PATIENCE_S, descriptors, now
 from tp_runtime.broadcast.sockets import process_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from tests.ranks.fault_board import Board
+    from tests.ranks.fault_board import Board, Me
 
 _TICK_S = 0.003
 # Names under which C functions send bytes.
@@ -119,6 +119,23 @@ def fork_and(work: Callable[[], object]) -> int:
         finally:
             os._exit(code)
     return child
+
+
+def connected(me: Me) -> socket.socket:
+    """A raw connection to rank 0, which may not listen yet."""
+    limit_s = now() + PATIENCE_S
+    while True:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            sock.connect(os.fspath(me.address))
+        except (FileNotFoundError, ConnectionRefusedError):
+            sock.close()
+            if now() > limit_s:
+                raise
+            time.sleep(0.001)
+        else:
+            sock.settimeout(PATIENCE_S)
+            return sock
 
 
 def own_sockets() -> Sockets:
