@@ -57,6 +57,8 @@ def run_cells(request: BenchRequest, emit: Emit) -> None:
     if request.threads:
         torch.set_num_threads(request.threads)
     device = torch.device(request.device)
+    if request.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     names, refusals = candidates_of(request, DeviceInfo.of(device))
     for name, reason in refusals.items():
         emit({"event": "refused", "backend": name, "reason": reason})

@@ -2,12 +2,12 @@
 
 One cuDNN graph per (rows, pages of the cache), built when it is first run, which must be outside a
 capture; the key holds every dimension and stride that is baked in. It splits by the width of the
-block table, like XQA.
+block table, like XQA. Its results are not the same bits in every run: it adds up the parts of a
+split row in the order in which they arrive.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from tp_runtime.selection.backends.gpu_support import (
     capturing,
     checked_rows,
     current_stream,
+    load_package,
 )
 
 if TYPE_CHECKING:
@@ -154,4 +155,4 @@ class Cudnn:
 
 
 def _cudnn() -> Any:
-    return import_module("cudnn")
+    return load_package("cudnn")

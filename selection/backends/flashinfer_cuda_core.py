@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tp_runtime.selection.backends.flashinfer_paged import HND, BucketState, FlashInferPaged
-from tp_runtime.selection.backends.gpu_support import Support
+from tp_runtime.selection.backends.gpu_support import Support, load_package
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,13 +28,10 @@ class FlashInferCudaCore(FlashInferPaged):
         return SUPPORT.refusal(shape, device)
 
     def _load(self) -> Any:
-        from flashinfer.decode import get_batch_decode_module
-
+        make = load_package("flashinfer.decode").get_batch_decode_module
         q_dtype, kv_dtype = self._dtypes()
         dim = self._shape.head_dim
-        return get_batch_decode_module(
-            q_dtype, kv_dtype, q_dtype, torch.int32, dim, dim, 0, False, False
-        )
+        return make(q_dtype, kv_dtype, q_dtype, torch.int32, dim, dim, 0, False, False)
 
     def _scratch_bytes(self, rows: int) -> int:
         shape = self._shape

@@ -26,6 +26,7 @@ from tp_runtime.selection.backends.gpu_support import (
     capturing,
     checked_rows,
     host_pages,
+    load_package,
 )
 from tp_runtime.selection.base import DecodeStep
 
@@ -164,11 +165,10 @@ class FlashInferPrefill(FlashInferPaged):
     kernel = "fa2"
 
     def _load(self) -> Any:
-        from flashinfer.prefill import get_batch_prefill_module
-
+        make = load_package("flashinfer.prefill").get_batch_prefill_module
         q_dtype, kv_dtype = self._dtypes()
         dim = self._shape.head_dim
-        return get_batch_prefill_module(
+        return make(
             self.kernel,
             q_dtype,
             kv_dtype,

@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tp_runtime.selection.backends.gpu_support import DTYPES, Support, Workspaces, checked_rows
+from tp_runtime.selection.backends.gpu_support import (
+    DTYPES,
+    Support,
+    Workspaces,
+    checked_rows,
+    load_package,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,11 +97,10 @@ class FlashInferXqa:
 
     def _module(self) -> Any:
         if self._loaded is None:
-            from flashinfer.xqa import get_xqa_module
-
+            make = load_package("flashinfer.xqa").get_xqa_module
             shape = self._shape
             dtype = DTYPES[shape.dtype]
-            self._loaded = get_xqa_module(
+            self._loaded = make(
                 dtype,
                 DTYPES[shape.kv_dtype or shape.dtype],
                 shape.page_size,

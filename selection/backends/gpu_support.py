@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,7 @@ DTYPES = {
 }
 FP8 = "float8_e4m3fn"
 KERNEL_PAGES = (16, 32, 64, 128)
+_IMPORTING = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +108,13 @@ def can_compile() -> bool:
     if any(home and Path(home, "bin", "nvcc").exists() for home in homes):
         return True
     return find_spec("flashinfer_jit_cache") is not None
+
+
+def load_package(name: str) -> Any:
+    """Import a package. Kernels are built in threads, and two threads that import parts of one
+    package at once find each other's half-made modules."""
+    with _IMPORTING:
+        return import_module(name)
 
 
 def checked_rows(name: str, shape: DecodeShape, q: Tensor, kv: PagedKV) -> int:

@@ -30,7 +30,6 @@ def _merge(
     pair_start,
     pair_tiles,
     per_program,
-    BLOCK_M: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -43,33 +42,35 @@ def _merge(
     top = tl.full([GROUP_ROWS], _LOWEST, tl.float32)
     weight = tl.zeros([GROUP_ROWS], tl.float32)
     acc = tl.zeros([GROUP_ROWS, HEAD_DIM], tl.float32)
+    # [row, part, dim] in this order: Triton gives the warps the first axis, so that the sum over
+    # the parts stays within a thread
     for begin in range(first, last + 1, BLOCK_S):
         program = begin + tl.arange(0, BLOCK_S)
         used = program <= last
         # a program's second slot holds the pair that begins inside its range
         second = (program == first) & (pair_start != first * per_program)
         slot = tl.where(used, 2 * program + second.to(tl.int32), 0)
-        stat = stat_ptr + slot[:, None] * (2 * GROUP_ROWS) + m_rows[None, :]
-        part_top = tl.load(stat, mask=used[:, None], other=_LOWEST, cache_modifier=".cg")
+        stat = stat_ptr + slot[None, :] * (2 * GROUP_ROWS) + m_rows[:, None]
+        part_top = tl.load(stat, mask=used[None, :], other=_LOWEST, cache_modifier=".cg")
         part_weight = tl.load(
-            stat + GROUP_ROWS, mask=used[:, None], other=0.0, cache_modifier=".cg"
+            stat + GROUP_ROWS, mask=used[None, :], other=0.0, cache_modifier=".cg"
         )
         part = tl.load(
             acc_ptr
-            + slot[:, None, None] * (GROUP_ROWS * HEAD_DIM)
-            + m_rows[None, :, None] * HEAD_DIM
+            + slot[None, :, None] * (GROUP_ROWS * HEAD_DIM)
+            + m_rows[:, None, None] * HEAD_DIM
             + dims[None, None, :],
-            mask=used[:, None, None],
+            mask=used[None, :, None],
             other=0.0,
             cache_modifier=".cg",
         )
-        new_top = tl.maximum(top, tl.max(part_top, 0))
-        scale = tl.exp2(part_top - new_top[None, :])
+        new_top = tl.maximum(top, tl.max(part_top, 1))
+        scale = tl.exp2(part_top - new_top[:, None])
         keep = tl.exp2(top - new_top)
-        weight = weight * keep + tl.sum(part_weight * scale, 0)
-        acc = acc * keep[:, None] + tl.sum(part * scale[:, :, None], 0)
+        weight = weight * keep + tl.sum(part_weight * scale, 1)
+        acc = acc * keep[:, None] + tl.sum(part * scale[:, :, None], 1)
         top = new_top
-    return acc / tl.maximum(weight, 1e-30)[:, None]
+    return acc * (1.0 / tl.maximum(weight, 1e-30))[:, None]
 
 
 @triton.jit(do_not_specialize=["rows", "table_width"])
@@ -96,9 +97,9 @@ def splitkv(
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
-    FEW_PROGRAMS: tl.constexpr,
     SATURATING: tl.constexpr,
-    MERGE_TILES: tl.constexpr,
+    MERGE_COST: tl.constexpr,
+    MERGE_STEP_COST: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -123,17 +124,22 @@ def splitkv(
     longest = tl.max(tiles, 0)
     pairs = rows * KV_HEADS
     programs = tl.num_programs(0)
-    # few pairs are cut into fewer ranges: each cut costs a merge
-    ranges = tl.where(pairs <= FEW_PROGRAMS, FEW_PROGRAMS, programs)
-    per_program = (total + ranges - 1) // ranges
-    if (total == longest * pairs) & (per_program > longest):
-        # all rows equal: whole pairs only, nothing to merge
-        per_program = ((per_program + longest - 1) // longest) * longest
-    # a program per pair, if the longest takes no longer than the even division with its merges;
-    # memory is saturated by SATURATING programs, so that fewer do not read faster
+    even = (total + programs - 1) // programs
+    # memory is saturated by SATURATING programs: with more of them each reads more slowly
     reading = total // SATURATING
-    even = tl.maximum(per_program, reading) + MERGE_TILES
-    whole = (pairs <= programs) & (tl.maximum(longest, reading) <= even)
+    # longer ranges make fewer parts to merge; the cheapest of some multiples of the even range, in
+    # quarters of the time of a tile
+    multiple = tl.arange(0, 16)
+    tried = even * (multiple + 1)
+    merges = ((longest + tried - 1) // tried + BLOCK_S) // BLOCK_S  # one part may be left over
+    costs = 4 * tl.maximum(tried, reading) + MERGE_COST + MERGE_STEP_COST * merges
+    cheapest = tl.min(costs * 16 + multiple, 0)
+    per_program = even * (cheapest % 16 + 1)
+    # a program per pair, if the longest takes no longer
+    whole = (pairs <= programs) & (4 * tl.maximum(longest, reading) <= cheapest // 16)
+    if (total == longest * pairs) & (even > longest):
+        # all rows equal: whole pairs only, nothing to merge
+        per_program = ((even + longest - 1) // longest) * longest
 
     own_row = program // KV_HEADS
     own_tiles = tl.sum(tl.where(row_index == own_row, tiles, 0), 0)  # 0 beyond the last row
@@ -168,7 +174,8 @@ def splitkv(
         # tokens that each query sees: all but those of the row's later queries
         seen = tl.where(m_valid, length - (Q_LEN - 1 - m_query), 0)
         top = tl.full([BLOCK_M], _LOWEST, tl.float32)
-        weight = tl.zeros([BLOCK_M], tl.float32)
+        # summed over the tile's tokens at the end: a sum across warps per tile would cost a barrier
+        weights = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
         table_row = table_ptr + row * table_width
         # page numbers are read one tile ahead, so that the loads that need them can be early
@@ -201,13 +208,14 @@ def splitkv(
             new_top = tl.maximum(top, tl.max(scores, 1))
             p = tl.exp2(scores - new_top[:, None])
             keep = tl.exp2(top - new_top)
-            weight = weight * keep + tl.sum(p, 1)
+            weights = weights * keep[:, None] + p
             acc = acc * keep[:, None]
             acc = tl.dot(p.to(v.dtype), v, acc)
             top = new_top
+        weight = tl.sum(weights, 1)
 
         if last_tile - first_tile == row_tiles:
-            result = acc / tl.maximum(weight, 1e-30)[:, None]
+            result = acc * (1.0 / tl.maximum(weight, 1e-30))[:, None]
             tl.store(
                 out_ptr + q_offsets[:, None] + dims[None, :],
                 result.to(out_ptr.dtype.element_ty),
@@ -238,7 +246,6 @@ def splitkv(
                     pair_start,
                     row_tiles,
                     per_program,
-                    BLOCK_M,
                     GROUP_ROWS,
                     HEAD_DIM,
                     BLOCK_S,

@@ -24,7 +24,7 @@ SUPPORT = Support(
 )
 _LOG2_E = 1.4426950408889634
 _MOST_QUERY_ROWS = 64
-_BYTES_IN_FLIGHT = 2 << 20  # what keeps the memory of a large GPU busy: bandwidth times latency
+_BYTES_IN_FLIGHT = 9 << 19  # what keeps the memory of a large GPU busy: bandwidth times latency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class LaunchConfig:
     Args:
         block_n: KV tokens per tile.  stages: tiles in flight, one less than this many.
         per_sm: programs per multiprocessor, all resident at once.
-        few_per_sm: programs per multiprocessor that share a batch of few (row, head) pairs.
-        merge_tiles: what cutting a batch costs, in the time of one tile.
+        merge_cost, merge_step_cost: what cutting a batch costs, and each turn of adding up its
+            parts, in quarters of the time of one tile.
         merged_elements: of partial results in registers at once, when they are added up.
         max_registers: per thread; None leaves it to the compiler.
     """
@@ -43,11 +43,11 @@ class LaunchConfig:
     block_n: int = 64
     stages: int = 3
     warps: int = 4
-    per_sm: int = 3
-    few_per_sm: int = 2
-    merge_tiles: int = 7
-    merged_elements: int = 8192
-    max_registers: int | None = 168
+    per_sm: int = 2
+    merge_cost: int = 6
+    merge_step_cost: int = 11
+    merged_elements: int = 16384
+    max_registers: int | None = None
     dependent_launch: bool = True
 
 
@@ -66,8 +66,7 @@ class TritonSplitKv:
         properties = torch.cuda.get_device_properties(device)
         self._shape = shape
         self._config = config or launch_config(shape, properties.major)
-        self._sm_count = properties.multi_processor_count
-        self._programs = self._sm_count * self._config.per_sm
+        self._programs = properties.multi_processor_count * self._config.per_sm
         kv_dtype = DTYPES[shape.kv_dtype or shape.dtype]
         tile_bytes = 2 * self._config.block_n * shape.head_dim * kv_dtype.itemsize
         self._saturating = max(1, _BYTES_IN_FLIGHT // tile_bytes)
@@ -124,9 +123,9 @@ class TritonSplitKv:
                 BLOCK_N=config.block_n,
                 BLOCK_S=max(1, config.merged_elements // (self._group_rows * shape.head_dim)),
                 GROUP_ROWS=self._group_rows,
-                FEW_PROGRAMS=self._sm_count * config.few_per_sm,
                 SATURATING=self._saturating,
-                MERGE_TILES=config.merge_tiles,
+                MERGE_COST=config.merge_cost,
+                MERGE_STEP_COST=config.merge_step_cost,
                 STAGES=config.stages,
                 PDL=config.dependent_launch,
                 num_warps=config.warps,
