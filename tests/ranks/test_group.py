@@ -328,7 +328,7 @@ def beside_a_host() -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "shared", "rounds"), [(2, True, 150), (3, True, 150), (2, False, 25)]
+    ("world_size", "shared", "rounds"), [(2, True, 60), (3, True, 60), (2, False, 10)]
 )
 def test_collectives_are_right_on_every_rank(world_size: int, shared: bool, rounds: int) -> None:
     results = run_ranks(
@@ -378,7 +378,7 @@ def test_two_groups_of_one_run_never_meet() -> None:
 
 @pytest.mark.parametrize(
     ("victim", "world_size", "shared"),
-    [(0, 2, True), (1, 3, True), (0, 2, False)],
+    [pytest.param(0, 2, True, marks=pytest.mark.long), (1, 3, True), (0, 2, False)],
 )
 def test_survivors_name_a_killed_rank(victim: int, world_size: int, shared: bool) -> None:
     results = run_ranks(

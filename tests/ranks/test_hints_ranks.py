@@ -67,7 +67,7 @@ def receives(
     )
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_peers_get_the_tensors_of_rank_0(size: int) -> None:
     for by_way in run_ranks(receive_rounds, size, timeout_s=90):
         assert by_way == {

@@ -51,7 +51,7 @@ def on_rank() -> Any:
         group.close()
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_ranks_draw_what_one_rank_would(size: int) -> None:
     expected = draw_on(TpGroup.single(CPU))
     assert all(row[5] == INVALID_TOKEN for mode in expected for row in mode)

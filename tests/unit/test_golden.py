@@ -19,14 +19,18 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_transformers_gives_the_golden_tokens(smollm2_folder: Path) -> None:
+@pytest.mark.parametrize(
+    "chosen", [slice(0, None, 5), pytest.param(slice(None), marks=pytest.mark.long)], ids=str
+)
+def test_transformers_gives_the_golden_tokens(smollm2_folder: Path, chosen: slice) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
+    references = golden()[chosen]
     checked = 0
     with torch.inference_mode():
-        for reference in golden():
+        for reference in references:
             known = reference.prompt_token_ids + reference.token_ids
             logits = model(input_ids=torch.tensor([known])).logits[0]
             first = len(reference.prompt_token_ids) - 1
@@ -36,4 +40,4 @@ def test_transformers_gives_the_golden_tokens(smollm2_folder: Path) -> None:
             ):
                 assert theirs == golden_token or reference.margins[at] < TIE, (at, reference)
                 checked += 1
-    assert checked == 16 * 64
+    assert checked == len(references) * 64 >= 4 * 64
