@@ -45,7 +45,7 @@ class LaunchConfig:
     warps: int = 4
     per_sm: int = 2
     merge_cost: int = 6
-    merge_step_cost: int = 11
+    merge_step_cost: int = 7
     merged_elements: int = 16384
     max_registers: int | None = None
     dependent_launch: bool = True
