@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,21 +13,22 @@ import numpy as np
 import torch
 
 from tp_runtime.errors import TpRuntimeError
-from tp_runtime.selection.base import DecodeBackend, DecodeStep, DeviceInfo, PagedKV
+from tp_runtime.selection.base import DecodeBackend, DecodeStep, DeviceInfo
 from tp_runtime.selection.bench import BenchCell, BenchRequest, candidates_of, cells_of
+from tp_runtime.selection.bench_cpu import CpuLayers, time_layers
 from tp_runtime.selection.bench_cuda import GraphCell, KvPool
 from tp_runtime.selection.numerics import DTYPES, GateBatch, mismatch
-from tp_runtime.selection.registry import BackendSet
+from tp_runtime.selection.registry import BackendSet, BuildableBackend
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
     from tp_runtime.selection.base import DecodeShape
 
     Emit = Callable[[dict[str, Any]], None]
-    TimeCell = Callable[[int, BenchCell], None]
+    # (repeat, name, backend) -> (host microseconds, microseconds of each layer)
+    Timer = Callable[[int, str, DecodeBackend], tuple[float, list[float]]]
+    TimerOf = Callable[[DecodeStep], Timer]
 
 _KV_BUDGET_BYTES = 24 << 30  # of all layers of the benchmark on a GPU
 
@@ -62,7 +64,8 @@ def run_cells(request: BenchRequest, emit: Emit) -> None:
     names, refusals = candidates_of(request, DeviceInfo.of(device))
     for name, reason in refusals.items():
         emit({"event": "refused", "backend": name, "reason": reason})
-    with torch.inference_mode():
+    on_device = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with torch.inference_mode(), on_device:
         _Runner(request, names, device, emit).run()
     emit({"event": "done"})
 
@@ -83,7 +86,7 @@ class _Runner:
         self._pages = needed + 1
 
     def run(self) -> None:
-        time_cell = self._on_gpu() if self._device.type == "cuda" else self._on_cpu()
+        timer_of = self._on_gpu() if self._device.type == "cuda" else self._on_cpu()
         gated = 0
         for number, cell in enumerate(self._cells):
             if number < self._request.first_cell:
@@ -91,78 +94,76 @@ class _Runner:
             if cell.bucket != gated:
                 gated = cell.bucket
                 self._gate(number, cell.bucket)
-            time_cell(number, cell)
+            self._time(number, cell, timer_of(_step_of(cell)))
 
-    def _on_cpu(self) -> TimeCell:
-        generator = torch.Generator().manual_seed(self._request.seed)
-        self._layers = [
-            (self._random(generator), self._random(generator))
-            for _ in range(self._request.layers + 1)
-        ]
-        self._order = torch.randperm(self._pages, generator=generator).to(torch.int32)
-        return self._time
+    def _on_cpu(self) -> TimerOf:
+        """Layer by layer, by the clock."""
+        shape = self._shape
+        layers = CpuLayers(
+            shape,
+            pages=self._pages,
+            layers=self._request.layers + 1,
+            repeats=self._request.repeats,
+            seed=self._request.seed,
+        )
 
-    def _on_gpu(self) -> TimeCell:
-        torch.cuda.set_device(self._device)
+        def timer_of(step: DecodeStep) -> Timer:
+            heads = (len(step.kv_lens), shape.q_heads, shape.head_dim)
+            q = torch.randn(heads).to(DTYPES[shape.dtype])
+            out = torch.empty_like(q)
+            runs = [layers.cell(step, n) for n in range(self._request.repeats + 1)]
+            return lambda repeat, name, backend: time_layers(backend, step, q, runs[repeat], out)
+
+        return timer_of
+
+    def _on_gpu(self) -> TimerOf:
+        """In CUDA graphs, each captured by its warm-up run."""
         self._build()
         free, _ = torch.cuda.mem_get_info(self._device)
-        self._pool = KvPool(
+        pool = KvPool(
             self._shape,
             self._device,
             pages=self._pages,
             budget_bytes=min(_KV_BUDGET_BYTES, free // 2),
             seed=self._request.seed,
         )
-        return self._time_graphs
+        # graphs are not captured on the default stream
+        stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+        def timer_of(step: DecodeStep) -> Timer:
+            batch = GraphCell(self._shape, step, pool, self._device)
+            batch.check_apart()
+            graphs: dict[str, torch.cuda.CUDAGraph] = {}
+
+            def timed(repeat: int, name: str, backend: DecodeBackend) -> tuple[float, list[float]]:
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    if name not in graphs:
+                        graphs[name] = batch.capture(backend)
+                    host_us, layer_us = batch.replay(backend, graphs[name])
+                return host_us, [layer_us]
+
+            return timed
+
+        return timer_of
 
     def _build(self) -> None:
         """Compile what was never compiled: all candidates at once, each in processes of its own."""
         self._emit({"event": "building", "backends": list(self._names)})
-        builds = {}
+
+        def build(name: str) -> None:
+            backend = self._backends[name]
+            if isinstance(backend, BuildableBackend):
+                backend.build()
+
         with ThreadPoolExecutor() as pool:
-            for name in list(self._names):
-                build = getattr(self._backends[name], "build", None)
-                if build is not None:
-                    builds[name] = pool.submit(build)
-        for name, build in builds.items():
+            builds = {name: pool.submit(build, name) for name in self._names}
+        for name, built in builds.items():
             try:
-                build.result()
+                built.result()
             except _BACKEND_ERRORS as error:
                 self._refuse(name, f"its kernel cannot be built: {error}")
         self._emit({"event": "ready"})
-
-    def _time_graphs(self, number: int, cell: BenchCell) -> None:
-        """Capture each candidate once, then replay them in turn."""
-        stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            batch = GraphCell(self._shape, _step_of(cell), self._pool, self._device)
-            batch.check_apart()
-            graphs = {}
-            for name in list(self._names):
-                graph = self._guarded(number, name, batch.capture)
-                if graph is not None:
-                    graphs[name] = graph
-            times: dict[str, list[tuple[float, float]]] = {name: [] for name in graphs}
-            started = dict.fromkeys(graphs, 0.0)
-            for _ in range(self._request.repeats + 1):
-                for name in list(graphs):
-                    before = time.monotonic()
-                    replay = partial(_swapped(batch.replay), graphs[name])
-                    result = self._guarded(number, name, replay)
-                    started[name] += time.monotonic() - before
-                    if result is None:
-                        del graphs[name]
-                    elif started[name] > self._request.time_limit_s:
-                        del graphs[name]
-                        limit = self._request.time_limit_s
-                        self._refuse(name, f"{_named(cell)}: took longer than {limit:g} s")
-                    else:
-                        times[name].append(result)
-            torch.cuda.current_stream().synchronize()
-        # the first replay warms up
-        layer_us = {name: [us for _, us in times[name][1:]] for name in graphs}
-        host_us = {name: [us for us, _ in times[name][1:]] for name in graphs}
-        self._report(number, cell, layer_us, host_us)
 
     def _gate(self, number: int, bucket: int) -> None:
         """Drop the candidates that do not match the float32 reference in this bucket."""
@@ -174,40 +175,24 @@ class _Runner:
             if isinstance(reason, str):
                 self._refuse(name, f"bucket {bucket}: {reason}")
 
-    def _time(self, number: int, cell: BenchCell) -> None:
-        step = _step_of(cell)
-        shape = self._shape
-        q = torch.randn(cell.bucket, shape.q_heads, shape.head_dim).to(self._device, self._dtype)
-        out = torch.empty_like(q)
-        lengths = torch.from_numpy(step.kv_lens).to(self._device)
+    def _time(self, number: int, cell: BenchCell, timer: Timer) -> None:
+        """Run the candidates in turn, so that what disturbs the machine disturbs all alike."""
+        limit_s = self._request.time_limit_s
         layer_us: dict[str, list[float]] = {name: [] for name in self._names}
         host_us: dict[str, list[float]] = {name: [] for name in self._names}
         spent_s = dict.fromkeys(self._names, 0.0)
         for repeat in range(self._request.repeats + 1):
-            table = self._table(cell, repeat)
-            layers = [
-                PagedKV(k=k, v=v, block_table=table, kv_lens=lengths) for k, v in self._layers
-            ]
             for name in list(self._names):
-                timed = partial(self._once, step=step, q=q, layers=layers, out=out)
                 started = time.monotonic()
-                result = self._guarded(number, name, timed)
-                spent_s[name] += time.monotonic() - started
-                if isinstance(result, tuple) and repeat:  # the first run warms up
+                result = self._guarded(number, name, partial(timer, repeat, name))
+                if result is None:
+                    continue
+                if repeat:  # the first run warms up
                     host_us[name].append(result[0])
                     layer_us[name] += result[1]
-                if name in self._names and spent_s[name] > self._request.time_limit_s:
-                    limit = self._request.time_limit_s
-                    self._refuse(name, f"{_named(cell)}: took longer than {limit:g} s")
-        self._report(number, cell, layer_us, host_us)
-
-    def _report(
-        self,
-        number: int,
-        cell: BenchCell,
-        layer_us: dict[str, list[float]],
-        host_us: dict[str, list[float]],
-    ) -> None:
+                    spent_s[name] += time.monotonic() - started
+                if spent_s[name] > limit_s:
+                    self._refuse(name, f"{_named(cell)}: took longer than {limit_s:g} s")
         step = _step_of(cell)
         samples = [
             {
@@ -222,31 +207,6 @@ class _Runner:
             for name in self._names
         ]
         self._emit({"event": "samples", "cell": number, "samples": samples})
-
-    def _once(
-        self,
-        backend: DecodeBackend,
-        step: DecodeStep,
-        q: Tensor,
-        layers: list[PagedKV],
-        out: Tensor,
-    ) -> tuple[float, list[float]]:
-        """Host microseconds of the step, and microseconds of each layer but the first.
-
-        The first layer also builds what the others reuse; what it takes longer is host time.
-        """
-        times = []
-        started = time.perf_counter()
-        backend.prepare(step)
-        prepared = time.perf_counter()
-        before = prepared
-        for kv in layers:
-            backend.forward(q, kv, out)
-            now = time.perf_counter()
-            times.append(1e6 * (now - before))
-            before = now
-        usual = statistics.median(times[1:])
-        return 1e6 * (prepared - started) + max(0.0, times[0] - usual), times[1:]
 
     def _guarded(self, number: int, name: str, run: Callable[[DecodeBackend], Any]) -> Any:
         """Run a candidate; one that raises is refused with its reason and None is returned."""
@@ -265,41 +225,11 @@ class _Runner:
         self._names.remove(name)
         self._emit({"event": "refused", "backend": name, "reason": reason})
 
-    def _table(self, cell: BenchCell, repeat: int) -> Tensor:
-        """Distinct shuffled pages, other ones in each repeat, so that they come from memory."""
-        shift = repeat * self._pages // (self._request.repeats + 1)
-        order = self._order.roll(shift)
-        width = self._shape.table_width
-        table = torch.zeros(cell.bucket, width, dtype=torch.int32)
-        start = 0
-        for row, length in enumerate(cell.kv_lens):
-            count = -(-length // self._shape.page_size)
-            table[row, :count] = order[start : start + count]
-            start += count
-        return table.to(self._device)
-
-    def _random(self, generator: torch.Generator) -> Tensor:
-        """One layer's keys or values; a random tile repeated, which is enough for timing."""
-        shape = self._shape
-        size = (self._pages, shape.kv_heads, shape.page_size, shape.head_dim)
-        tile = torch.randn(min(self._pages, 16), *size[1:], generator=generator)
-        times = -(-self._pages // tile.shape[0])
-        pages = tile.repeat(times, 1, 1, 1)[: self._pages]
-        return pages.to(self._device, DTYPES[shape.kv_dtype or shape.dtype])
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return DTYPES[self._shape.dtype]
-
 
 def _step_of(cell: BenchCell) -> DecodeStep:
     return DecodeStep(
         batch_size=cell.bucket, bucket=cell.bucket, kv_lens=np.array(cell.kv_lens, np.int32)
     )
-
-
-def _swapped(run: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda second, first: run(first, second)
 
 
 def _spread(values: list[float]) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from tp_runtime.errors import BackendUnavailable, ConfigError
 from tp_runtime.selection.base import DecodeBackend, DecodeShape, DecodeStep, DeviceInfo
@@ -48,6 +48,15 @@ PRIORITY_VERSION = 2
 
 # Slow everywhere and long to build: for comparisons only.
 ONLY_WHEN_NAMED = frozenset({"flashinfer_fa3"})
+
+
+@runtime_checkable
+class BuildableBackend(Protocol):
+    """A backend whose kernel is compiled when it is first used, or ahead by this."""
+
+    def build(self) -> None:
+        """Compile and load it. May take minutes; called outside of any capture or deadline."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

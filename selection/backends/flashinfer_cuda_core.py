@@ -17,11 +17,14 @@ if TYPE_CHECKING:
 SUPPORT = Support(
     modules=("flashinfer",), groups=(1, 2, 3, 4, 6, 8), fp8_kv=True, compiles=True, page_sizes=()
 )
-_MOST_BLOCKS_PER_SM = 16
 
 
 class FlashInferCudaCore(FlashInferPaged):
     name = "flashinfer_cuda_core"
+
+    def __init__(self, shape: DecodeShape, device: torch.device) -> None:
+        super().__init__(shape, device)
+        self._empty = [torch.empty(0, dtype=dtype) for dtype in self._dtypes()]
 
     @staticmethod
     def refusal(shape: DecodeShape, device: DeviceInfo) -> str | None:
@@ -35,19 +38,15 @@ class FlashInferCudaCore(FlashInferPaged):
 
     def _scratch_bytes(self, rows: int) -> int:
         shape = self._shape
-        padded = max(rows, _MOST_BLOCKS_PER_SM * self._sm_count // shape.kv_heads + 1)
-        return shape.q_heads * padded * (shape.head_dim + 1) * 4 + (1 << 20)
+        return shape.q_heads * self._blocks(rows) * (shape.head_dim + 1) * 4 + (1 << 20)
 
-    def _plan(
-        self, state: BucketState, staging: Tensor, indptr: Tensor, lengths: Tensor, rows: int
-    ) -> Any:
+    def _plan(self, state: BucketState, staging: Tensor, lengths: Tensor, rows: int) -> Any:
         shape = self._shape
-        q_dtype, kv_dtype = self._dtypes()
         return self._module().plan(
             state.scratch,
             state.plan,
             staging,
-            indptr,
+            state.host_indptr,
             rows,
             shape.q_heads,
             shape.kv_heads,
@@ -57,8 +56,8 @@ class FlashInferCudaCore(FlashInferPaged):
             0.0,
             shape.head_dim,
             shape.head_dim,
-            torch.empty(0, dtype=q_dtype),
-            torch.empty(0, dtype=kv_dtype),
+            self._empty[0],
+            self._empty[1],
         )
 
     def _run(self, state: BucketState, q: Tensor, kv: PagedKV, out: Tensor) -> None:

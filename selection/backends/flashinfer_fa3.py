@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tp_runtime.selection.backends.flashinfer_paged import FlashInferPrefill
+from tp_runtime.selection.backends.flashinfer_paged import BucketState, FlashInferPrefill
 from tp_runtime.selection.backends.gpu_support import Support
 
 if TYPE_CHECKING:
@@ -32,9 +32,13 @@ class FlashInferFa3(FlashInferPrefill):
     def _scratch_bytes(self, rows: int) -> int:
         return 1 << 20  # it writes no partial results
 
-    def _plan_indptr(self, indptr: Tensor) -> Tensor:
+    def _plan_indptr(self, state: BucketState) -> Tensor:
         # this planner writes the entries down for the kernel: they must be the table's
-        return torch.arange(len(indptr), dtype=torch.int32) * self._shape.table_width
+        steps = torch.arange(len(state.host_indptr), dtype=torch.int32)
+        return steps * self._shape.table_width
+
+    def _blocks(self, rows: int) -> int:
+        return 2 * rows * self._shape.q_heads + 1024  # a piece of work per query head
 
     def _split_arguments(self) -> tuple[object, ...]:
         return ()

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 HND = 1  # flashinfer.utils.TensorLayout
 _RING_SLOTS = 4  # two steps in flight, and room
-_PLAN_BYTES = 256 << 10
+_PLAN_BYTES = 1 << 20
+_BYTES_PER_BLOCK = 32
+_MOST_BLOCKS_PER_SM = 16
 
 
 @dataclass(slots=True)
@@ -48,7 +50,9 @@ class BucketState:
         query_starts: int32 [rows + 1], where each row's queries begin.
         indptr: int32 [rows + 1], where each row's pages begin in the block table.
         last_page_len: int32 [rows], see above.
-        plan: uint8, the plan on the device. scratch: partial results, shared between buckets.
+        plan: uint8, the plan on the device.  plan_bytes: more than it can be long.
+        scratch: partial results, shared between buckets.
+        host_starts: query_starts.  host_indptr: int32 [rows + 1], true numbers of pages, summed.
         info: what the planner returned; it must not change once it is captured.
     """
 
@@ -56,7 +60,10 @@ class BucketState:
     indptr: Tensor
     last_page_len: Tensor
     plan: Tensor
+    plan_bytes: int
     scratch: Tensor
+    host_starts: Tensor
+    host_indptr: Tensor
     info: Any = None
 
 
@@ -93,11 +100,10 @@ class FlashInferPaged:
         state = self._states.get(rows)
         if state is None:
             state = self._states[rows] = self._new_state(rows)
-        staging = self._ring.take(rows)
-        indptr = np.zeros(rows + 1, dtype=np.int32)
-        np.cumsum(pages, out=indptr[1:])
+        staging = self._ring.take(rows, state.plan_bytes)
+        np.cumsum(pages, out=state.host_indptr.numpy()[1:])
         lengths = torch.from_numpy(step.kv_lens)
-        info = self._plan(state, staging.plan, torch.from_numpy(indptr), lengths, rows)
+        info = self._plan(state, staging.plan, lengths, rows)
         if state.info is None:
             state.info = info
         elif list(info) != list(state.info):
@@ -129,7 +135,10 @@ class FlashInferPaged:
             indptr=steps * self._shape.table_width,
             last_page_len=torch.zeros(rows, dtype=torch.int32, device=self._device),
             plan=torch.zeros(_PLAN_BYTES, dtype=torch.uint8, device=self._device),
+            plan_bytes=min(_PLAN_BYTES, _BYTES_PER_BLOCK * self._blocks(rows)),
             scratch=self._scratch,
+            host_starts=torch.arange(rows + 1, dtype=torch.int32) * self._shape.q_len,
+            host_indptr=torch.zeros(rows + 1, dtype=torch.int32),
         )
 
     def _dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -149,10 +158,14 @@ class FlashInferPaged:
     def _scratch_bytes(self, rows: int) -> int:
         raise NotImplementedError
 
-    def _plan(
-        self, state: BucketState, staging: Tensor, indptr: Tensor, lengths: Tensor, rows: int
-    ) -> Any:
-        """Write the plan to `staging` and queue its copy. indptr: true page counts, summed."""
+    def _blocks(self, rows: int) -> int:
+        """More thread blocks than any plan has."""
+        shape = self._shape
+        tiles = rows * shape.q_len * (1 + -(-shape.group_size // 16))
+        return _MOST_BLOCKS_PER_SM * self._sm_count // shape.kv_heads + tiles + 256
+
+    def _plan(self, state: BucketState, staging: Tensor, lengths: Tensor, rows: int) -> Any:
+        """Write the plan of the state's page counts to `staging` and queue its copy."""
         raise NotImplementedError
 
     def _run(self, state: BucketState, q: Tensor, kv: PagedKV, out: Tensor) -> None:
@@ -191,16 +204,14 @@ class FlashInferPrefill(FlashInferPaged):
         padded = max(2 * self._sm_count // shape.kv_heads, tiles)
         return shape.q_heads * padded * tile * (shape.head_dim + 1) * 4 + (1 << 20)
 
-    def _plan(
-        self, state: BucketState, staging: Tensor, indptr: Tensor, lengths: Tensor, rows: int
-    ) -> Any:
+    def _plan(self, state: BucketState, staging: Tensor, lengths: Tensor, rows: int) -> Any:
         shape = self._shape
         arguments = [
             state.scratch,
             state.plan,
             staging,
-            torch.arange(rows + 1, dtype=torch.int32) * shape.q_len,
-            self._plan_indptr(indptr),
+            state.host_starts,
+            self._plan_indptr(state),
             lengths,
             rows * shape.q_len,
             rows,
@@ -215,8 +226,8 @@ class FlashInferPrefill(FlashInferPaged):
         ]
         return self._module().plan(*arguments, *self._split_arguments())
 
-    def _plan_indptr(self, indptr: Tensor) -> Tensor:
-        return indptr
+    def _plan_indptr(self, state: BucketState) -> Tensor:
+        return state.host_indptr
 
     def _split_arguments(self) -> tuple[object, ...]:
         return (-1, False, 0)  # no fixed split, splitting allowed, nothing else on the device

@@ -200,15 +200,16 @@ class Staging:
     def __init__(self, plan_bytes: int) -> None:
         self.plan = torch.zeros(plan_bytes, dtype=torch.uint8, pin_memory=True)
         self.lengths = torch.zeros(0, dtype=torch.int32, pin_memory=True)
+        self._bytes = self.plan.numpy()  # torch would wake its threads to clear some kilobytes
         self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._used = False
 
-    def reuse(self, rows: int) -> None:
+    def reuse(self, rows: int, plan_bytes: int) -> None:
         """Wait until the copies of the last use are done, then clear; see `StagingRing`."""
         if self._used and not self._event.query():
             self._event.synchronize()
         # a kernel must not find the entries of a larger plan where this one writes nothing
-        self.plan.zero_()
+        self._bytes[:plan_bytes] = 0
         if self.lengths.numel() < rows:
             self.lengths = torch.zeros(rows, dtype=torch.int32, pin_memory=True)
 
@@ -225,12 +226,14 @@ class StagingRing:
         self._slots = [Staging(plan_bytes) for _ in range(slots)]
         self._next = 0
 
-    def take(self, rows: int) -> Staging:
-        """The oldest buffer. Waits for its event, which has passed unless the host is `slots`
-        steps ahead of the device."""
+    def take(self, rows: int, plan_bytes: int) -> Staging:
+        """The oldest buffer, with that many bytes cleared.
+
+        Waits for its event, which has passed unless the host is `slots` steps ahead of the device.
+        """
         slot = self._slots[self._next]
         self._next = (self._next + 1) % len(self._slots)
-        slot.reuse(rows)
+        slot.reuse(rows, plan_bytes)
         return slot
 
 
