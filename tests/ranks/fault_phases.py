@@ -60,6 +60,8 @@ def in_publish(play: Play, channel: CpuTpBroadcaster) -> None:
     for _ in range(_BEFORE):
         play.publish(channel)
     if play.is_victim:
+        play.me.until_all_at(_BEFORE, play.others)
+        time.sleep(_SETTLE_S)
         # between two peers if there are two
         after_send(1, play.strike)
         play.publish(channel)

@@ -38,17 +38,20 @@ def inside(
         ready: looked at every few milliseconds from then on; the strike comes one look later,
             when the thread is done with what made it ready and waits again.
     """
-    was_ready = False
+    was_ready = has_struck = False
 
     def is_call(frame: FrameType) -> bool:
         module = frame.f_globals.get("__name__", "")
         return frame.f_code.co_name == call and module.startswith("tp_runtime.broadcast")
 
     def tick(signum: int, frame: FrameType | None) -> None:
-        nonlocal was_ready
+        nonlocal was_ready, has_struck
+        if has_struck:
+            return  # a signal that came while the one before was handled
         while frame is not None and not is_call(frame):
             frame = frame.f_back
         if frame is not None and was_ready:
+            has_struck = True
             signal.setitimer(signal.ITIMER_REAL, 0)
             strike()
         was_ready = frame is not None and ready()
