@@ -37,6 +37,7 @@ MODES: tuple[WaitMode, ...] = ("latency", "balanced", "efficient")
 SITUATIONS = ("idle", "publishing", "confirming")
 _STEPS = 512
 _NOTICE_LIMIT_S = 10.0
+_TEXT_BYTES = 512
 
 
 def speed() -> dict[str, float]:
@@ -201,13 +202,22 @@ def deaths(kills: int, seed: int) -> list[dict[str, Any]]:
 
 
 class Slate:
-    """A page shared with the forked ranks: who is ready, when each raised, whom it named."""
+    """Shared with the forked ranks: who is ready, when each raised, whom it named and why."""
 
     def __init__(self, ranks: int) -> None:
-        cells = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("q")
+        self._memory = mmap.mmap(-1, (1 + ranks) * _TEXT_BYTES)
+        cells = memoryview(self._memory)[:_TEXT_BYTES].cast("q")
         self.ready = cells[:ranks]
         self.raised_ns = cells[ranks : 2 * ranks]
         self.named = cells[2 * ranks : 3 * ranks]
+
+    def write(self, rank: int, text: str) -> None:
+        at = (1 + rank) * _TEXT_BYTES
+        self._memory[at : at + _TEXT_BYTES] = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES)
+
+    def text(self, rank: int) -> str:
+        at = (1 + rank) * _TEXT_BYTES
+        return self._memory[at : at + _TEXT_BYTES].decode(errors="replace").strip()
 
 
 def _kill_one(ranks: int, situation: str, rng: random.Random) -> tuple[float, str]:
@@ -231,7 +241,7 @@ def _kill_one(ranks: int, situation: str, rng: random.Random) -> tuple[float, st
             raised = slate.raised_ns
             _until(lambda: all(raised[rank] for rank in survivors), "a survivor noticed nothing")
             complaint = ", ".join(
-                f"rank {rank} named {slate.named[rank]} instead of {victim}"
+                f"rank {rank} named {slate.named[rank]} instead of {victim}: {slate.text(rank)}"
                 for rank in survivors
                 if slate.named[rank] != victim
             )
@@ -264,7 +274,9 @@ def _be_rank(rank: int, ranks: int, situation: str, folder: str, slate: Slate) -
         try:
             _live(channel, situation, victim=ranks - 1)
         except PeerLost as lost:
-            slate.raised_ns[rank], slate.named[rank] = now_ns(), lost.rank
+            raised_ns = now_ns()
+            slate.write(rank, str(lost))
+            slate.named[rank], slate.raised_ns[rank] = lost.rank, raised_ns
         channel.close()
         code = 0
     finally:
