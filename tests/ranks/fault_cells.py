@@ -202,14 +202,15 @@ def _expected_of_peers(cell: Cell) -> Expected:
     fault = cell.fault
     in_close = {CLOSED} if cell.phase == "in_close" else set()  # it may have been told by then
     noticed = cell.phase == "idle" and fault not in ("stop", "closed_data")
+    words: tuple[str, ...] = ()
     if fault in ("stop", "full"):
-        outcomes, words = {late(0)}, ()
+        outcomes = {late(0)}
     elif fault in _WRITES:
         # one who was told of the close only says that, and its message needs no such word
         words = () if in_close else ("rank 0 sent", _WORDS[fault])
         outcomes = {GARBAGE}
     else:
-        outcomes, words = {lost(0)}, ()
+        outcomes = {lost(0)}
         if fault == "closed_control" and in_close:
             # told by then that the end is near, and the test freezes rank 0 before that comes
             outcomes.add(late(0))

@@ -143,7 +143,7 @@ class Fuzzer:
         return self._frame(kind, encode(self._fields(kind)))
 
     def _fields(self, kind: Kind) -> dict[str, Any]:
-        known = {
+        known: dict[Kind, dict[str, Any]] = {
             Kind.ACK: {"sequence": 1, "ok": True, "detail": ""},
             Kind.ABORT: {"rank": 1, "reason": "hostile"},
             Kind.LEFT: {"rank": 2},
@@ -183,7 +183,7 @@ class Fuzzer:
     def _hostile_fields(self) -> Shot:
         """Control frames with fields that are missing, of another type, or out of any range."""
         kind = self.source.choice(TO_ROOT if self._to_root else TO_PEERS)
-        values = [None, True, -1, 1 << 63, 1.5, "x", "y" * 100_000, b"z", [], {}, [[[]]]]
+        values: list[Any] = [None, True, -1, 1 << 63, 1.5, "x", "y" * 100_000, b"z", [], {}, [[[]]]]
         body: Any = self._fields(kind)
         for name in list(body):
             change = self.source.random()
@@ -241,9 +241,9 @@ class Fuzzer:
             descriptors = [*_closed(descriptors), _sparse(self.source.choice([length, 1 << 40]))]
         elif choice == 6:
             flags = Flag.MEMFD if self.source.random() < 0.5 else Flag(0)
-            frame = bytearray(self._frame(Kind.MESSAGE, b"\xc0"))
-            frame[4] |= int(flags)
-            return Shot(on="data", packets=[bytes(frame), mark], descriptors=[[], descriptors])
+            small = bytearray(self._frame(Kind.MESSAGE, b"\xc0"))
+            small[4] |= int(flags)
+            return Shot(on="data", packets=[bytes(small), mark], descriptors=[[], descriptors])
         elif choice == 7:
             # the mark alone, and twice
             return Shot(on="data", packets=[mark, mark], descriptors=[descriptors])

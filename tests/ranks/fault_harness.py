@@ -89,12 +89,12 @@ class Nursery:
             "awaited": list(range(size) if awaited is None else awaited),
             "folder_mode": folder_mode,
         }
-        answer = json.loads(self._ask(json.dumps(request).encode() + b"\n", limit_s + _GRACE_S))
-        by_rank = {
-            name: {int(rank): value for rank, value in answer.pop(name).items()}
-            for name in ("reports", "exits")
-        }
-        return GroupResult(**answer, **by_rank)
+        answer: dict[str, Any] = json.loads(
+            self._ask(json.dumps(request).encode() + b"\n", limit_s + _GRACE_S)
+        )
+        for by_rank in ("reports", "exits"):
+            answer[by_rank] = {int(rank): value for rank, value in answer[by_rank].items()}
+        return GroupResult(**answer)
 
     def _ask(self, line: bytes, limit_s: float) -> bytes:
         if self._process is None:

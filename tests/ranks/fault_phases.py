@@ -164,7 +164,6 @@ def in_close(play: Play, channel: CpuTpBroadcaster) -> None:
         for _ in range(_BEFORE):
             play.publish(channel)
         if play.is_victim:
-            play.me.until_all_at(_BEFORE, play.others)
             _close_and_strike(play, channel)
             return
         play.me.until_struck()
@@ -178,6 +177,8 @@ def in_close(play: Play, channel: CpuTpBroadcaster) -> None:
 
 
 def _close_and_strike(play: Play, channel: CpuTpBroadcaster) -> None:
+    play.me.until_all_at(_BEFORE, play.others)
+    time.sleep(_SETTLE_S)  # they are inside their next receive
     after_send(1, play.strike)
     channel.close()
     if play.board.struck_s == 0:
