@@ -4,6 +4,8 @@ A message is None, bool, int (64 bit), float, str, bytes, a list, a dict with st
 integer array. Tuples and bytearrays are taken too and come back as lists and bytes. Integer
 arrays (numpy, or `array.array`) come back as writable numpy arrays of the same dtype and shape.
 
+MessagePack's own time stamps, which nothing here sends, come out as a float.
+
 Extension type 1 is an integer array: dtype code (1 byte), ndim (1), zero (2), each dimension
 (4 bytes), zeros up to a multiple of 8, then the elements, little-endian, C order.
 """
@@ -134,10 +136,25 @@ def decode(body: bytes | memoryview) -> Message:
     try:
         if size <= MAX_ITEMS:
             # nothing in it can be longer than the body itself, which is what msgpack checks
-            return _unpack(body)
-        return _unpack(body, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
+            message = _unpack(body)
+        else:
+            message = _unpack(body, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise ProtocolError(f"body of {size} bytes cannot be decoded: {error}") from None
+    if size > MAX_DEPTH and _is_deeper(message, MAX_DEPTH):
+        raise ProtocolError(f"body of {size} bytes: nested deeper than {MAX_DEPTH} levels")
+    return message
+
+
+def _is_deeper(value: Message, levels: int) -> bool:
+    """Whether lists and dicts are nested in more than so many levels."""
+    kind = type(value)
+    if kind is not list and kind is not dict:
+        return False
+    items = value if kind is list else value.values()
+    if _SCALARS.issuperset(map(type, items)):
+        return False
+    return levels == 0 or any(_is_deeper(item, levels - 1) for item in items)
 
 
 def _check(value: Message, path: str, depth: int) -> None:
@@ -281,4 +298,5 @@ _unpack = functools.partial(
     strict_map_key=True,
     object_hook=_check_keys,
     ext_hook=_extension,
+    timestamp=1,
 )

@@ -19,6 +19,7 @@ from tp_runtime.broadcast.wire import Kind
 from tp_runtime.errors import DeadlineExceeded, HandshakeRefused, PeerLost, ProtocolError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from tp_runtime.broadcast.config import BroadcasterConfig
@@ -33,6 +34,12 @@ class Membership:
     root: Link
     progress: Progress
     siblings: dict[int, Sibling]
+
+    def close(self) -> None:
+        self.root.close()
+        for sibling in self.siblings.values():
+            sibling.close()
+        self.progress.close()
 
 
 def join_group(
@@ -154,13 +161,16 @@ def _membership(
             f"field pidfd_ranks: {ranks!r} with {len(ready.descriptors)} descriptors"
         )
     data_end, page = welcome.descriptors
+    _check_pollable(ready.descriptors, identity.rank)
+    sock = _data_socket(data_end, identity.rank)
     try:
         progress = Progress(page, world_size=size)
     except ProtocolError as error:
+        sock.detach()
         raise HandshakeRefused(f"rank {identity.rank} refuses rank 0: {error}") from None
     pidfds = dict(zip(ranks, ready.descriptors, strict=True))
     unneeded = [page, *(pidfds.pop(rank) for rank in ranks if rank == identity.rank)]
-    data = PacketSocket(socket.socket(fileno=data_end))
+    data = PacketSocket(sock)
     root = Link(rank=0, pid=pids[0], pidfd=pidfds.pop(0, -1), data=data, control=port)
     siblings = {
         rank: Sibling(rank=rank, pid=pids[rank], pidfd=pidfds.get(rank, -1))
@@ -169,3 +179,31 @@ def _membership(
     }
     close_all(unneeded)
     return Membership(root=root, progress=progress, siblings=siblings)
+
+
+def _check_pollable(descriptors: Sequence[int], rank: int) -> None:
+    """A pidfd can be waited for; a file, for instance, cannot."""
+    with select.epoll() as epoll:
+        for descriptor in descriptors:
+            try:
+                epoll.register(descriptor, select.EPOLLIN)
+            except OSError as error:
+                raise HandshakeRefused(
+                    f"rank {rank} refuses rank 0: READY brought what is no pidfd ({error})"
+                ) from None
+
+
+def _data_socket(descriptor: int, rank: int) -> socket.socket:
+    try:
+        sock = socket.socket(fileno=descriptor)
+    except OSError as error:
+        raise HandshakeRefused(
+            f"rank {rank} refuses rank 0: WELCOME brought no socket ({error})"
+        ) from None
+    if (sock.family, sock.type) != (socket.AF_UNIX, socket.SOCK_SEQPACKET):
+        sock.detach()
+        raise HandshakeRefused(
+            f"rank {rank} refuses rank 0: expected a Unix packet socket in WELCOME, "
+            f"got {sock.family!r}, {sock.type!r}"
+        )
+    return sock

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -52,6 +53,7 @@ class PeerBroadcaster(CpuTpBroadcaster):
         self, membership: Membership, *, rank: int, world_size: int, config: BroadcasterConfig
     ) -> None:
         super().__init__(rank=rank, world_size=world_size, config=config)
+        self._membership = membership
         self._root = membership.root
         self._siblings = membership.siblings
         self._progress = membership.progress
@@ -63,26 +65,31 @@ class PeerBroadcaster(CpuTpBroadcaster):
         self._bye_ok = False
         self._plain = PlainFrames(epoch=config.epoch, most_bytes=config.max_message_bytes)
         self._pace = Pace(config.wait, may_spin=cores_available() >= world_size)
-        self._inbox = Inbox(
-            self._root.data,
-            pace=self._pace,
-            wake_fd=self._latch.wake_fd,
-            check=self._latch.check,
-            rehearse=self._rehearse,
-            counters=self._counters,
-        )
         self._rehearsed_bytes = 0
         # Send time, arrival and announced interval of the message taken last, not yet accounted.
         self._arrival: tuple[int, int, int] | None = None
         pidfds = {s.rank: s.pidfd for s in self._siblings.values()}
-        self._watch = Watch(
-            self,
-            ports={0: self._root.control},
-            pidfds={0: self._root.pidfd, **pidfds},
-            tick_s=None,
-            name=f"tp-broadcast-watch-{rank}",
-        )
-        self._watch.start()
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._latch.release)
+            undo.callback(membership.close)
+            self._inbox = Inbox(
+                self._root.data,
+                pace=self._pace,
+                wake_fd=self._latch.wake_fd,
+                check=self._latch.check,
+                rehearse=self._rehearse,
+                counters=self._counters,
+            )
+            undo.callback(self._inbox.close)
+            self._watch = Watch(
+                self,
+                ports={0: self._root.control},
+                pidfds={0: self._root.pidfd, **pidfds},
+                tick_s=None,
+                name=f"tp-broadcast-watch-{rank}",
+            )
+            self._watch.start()
+            undo.pop_all()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -421,7 +428,4 @@ class PeerBroadcaster(CpuTpBroadcaster):
     def _release(self) -> None:
         self._watch.release()
         self._inbox.close()
-        self._root.close()
-        for sibling in self._siblings.values():
-            sibling.close()
-        self._progress.close()
+        self._membership.close()

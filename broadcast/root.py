@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from threading import get_ident
@@ -85,14 +86,18 @@ class RootBroadcaster(CpuTpBroadcaster):
             self._inline_bytes = granted - HEADER_BYTES - checksum_bytes
             if not config.checksum:
                 self._most_plain_bytes = min(self._inline_bytes, config.max_message_bytes)
-            self._watch = Watch(
-                self,
-                ports={rank: link.control for rank, link in links.items()},
-                pidfds={rank: link.pidfd for rank, link in links.items()},
-                tick_s=config.heartbeat_s,
-                name="tp-broadcast-watch-0",
-            )
-            self._watch.start()
+            with contextlib.ExitStack() as undo:
+                undo.callback(self._latch.release)
+                undo.callback(self._close_links)
+                self._watch = Watch(
+                    self,
+                    ports={rank: link.control for rank, link in links.items()},
+                    pidfds={rank: link.pidfd for rank, link in links.items()},
+                    tick_s=config.heartbeat_s,
+                    name="tp-broadcast-watch-0",
+                )
+                self._watch.start()
+                undo.pop_all()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -451,6 +456,9 @@ class RootBroadcaster(CpuTpBroadcaster):
     def _release(self) -> None:
         if self._watch is not None:
             self._watch.release()
+        self._close_links()
+
+    def _close_links(self) -> None:
         for link in self._links.values():
             link.close()
         self._progress.close()

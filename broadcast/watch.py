@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -53,13 +54,15 @@ class Watch:
         self._listener = listener
         self._tick_s = tick_s
         self._ports = dict(ports)
-        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll = select.epoll()
-        self._epoll.register(self._stop_fd, select.EPOLLIN)
         self._port_ranks = {port.fileno(): rank for rank, port in ports.items()}
         self._pidfd_ranks = {pidfd: rank for rank, pidfd in pidfds.items() if pidfd >= 0}
-        for descriptor in (*self._port_ranks, *self._pidfd_ranks):
-            self._epoll.register(descriptor, select.EPOLLIN)
+        with contextlib.ExitStack() as undo:
+            self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            undo.callback(os.close, self._stop_fd)
+            self._epoll = undo.enter_context(select.epoll())
+            for descriptor in (self._stop_fd, *self._port_ranks, *self._pidfd_ranks):
+                self._epoll.register(descriptor, select.EPOLLIN)
+            undo.pop_all()
         self._stopping = threading.Event()
         self._released = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

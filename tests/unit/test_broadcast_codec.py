@@ -195,3 +195,21 @@ def test_a_small_message_is_one_part(message: object) -> None:
 def test_beside_large_buffers_everything_is_checked_too(message: object, named: str) -> None:
     with pytest.raises(ProtocolError, match=named):
         encode_parts(message)
+
+
+def test_a_receiver_takes_no_deeper_nesting_than_a_sender() -> None:
+    deepest: object = []
+    for _ in range(MAX_DEPTH):
+        deepest = [deepest]
+    assert decode(encode(deepest)) == deepest
+    for deeper in ([deepest], {"k": deepest}, [1, "a", [deepest]]):
+        body = msgpack.packb(deeper)
+        with pytest.raises(ProtocolError, match="nested deeper"):
+            decode(body)
+        with pytest.raises(ProtocolError, match="nested deeper"):
+            encode(deeper)
+
+
+def test_a_time_stamp_of_messagepack_comes_out_as_a_number() -> None:
+    stamp = msgpack.packb(msgpack.Timestamp(1_000, 500_000_000))
+    assert decode(stamp) == 1000.5
