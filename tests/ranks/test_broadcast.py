@@ -148,13 +148,13 @@ def test_close_delivers_what_was_published_first(tmp_path: Path) -> None:
 
 
 def silence_of_a_living_root(folder: str) -> list[object]:
-    with join(folder, timeout_s=0.2) as channel:
+    with join(folder, timeout_s=0.4) as channel:
         if channel.rank == 0:
-            # five times the deadline of the peers, while this thread is in a system call
-            time.sleep(1.0)
+            # several times the deadline of the peers, while this thread is in a system call
+            time.sleep(1.5)
             channel.publish("late")
             return [channel.statistics().heartbeats > 0]
-        return [channel.receive(timeout_s=0.05 if channel.rank == 1 else None)]
+        return [channel.receive(timeout_s=0.25 if channel.rank == 1 else None)]
 
 
 def test_waiting_for_a_root_that_lives_is_no_failure(tmp_path: Path) -> None:
