@@ -219,7 +219,6 @@ def die(where: str, victim: int) -> dict[str, Any]:
     [
         ("join", 2, 1),
         ("prefill", 2, 1),
-        ("decode", 2, 1),
         ("decode", 3, 2),
         ("decode", 2, 0),
         *(
