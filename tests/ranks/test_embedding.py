@@ -48,6 +48,7 @@ def transformers_model() -> list[list[int]]:
     return [tokens, [int(token) for token in out[0, 3:]]]
 
 
+@pytest.mark.long
 def test_a_host_loop_with_its_own_group_cache_and_step_function() -> None:
     one = run_ranks(host_loop, 1, 120)[0]
     ranks = run_ranks(host_loop, 2, 120)

