@@ -215,7 +215,8 @@ class CpuTpBroadcaster(ABC):
     @property
     def failure(self) -> BroadcastError | None:
         """The cause that every call raises; None while the channel works. Thread-safe."""
-        return self._latch.error
+        with self._latch.changed:  # `fileno` is readable a moment before the error is in place
+            return self._latch.error
 
     def fileno(self) -> int:
         """An epoll descriptor that is readable only when the channel failed; -1 once closed."""

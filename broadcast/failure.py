@@ -37,10 +37,11 @@ class FailureLatch:
         with self.changed:
             if self.error is not None or self.closed:
                 return False
-            self.error = error
-            os.eventfd_write(self.wake_fd, 1)
+            # Whoever sees the error finds `watch_fd` readable, and whoever is woken finds the error.
             if failed:
                 os.eventfd_write(self._failed_fd, 1)
+            self.error = error
+            os.eventfd_write(self.wake_fd, 1)
             self.changed.notify_all()
             return True
 

@@ -20,6 +20,7 @@ from tp_runtime.broadcast import (
 )
 from tp_runtime.broadcast.cores import _quota_cores
 from tp_runtime.broadcast.deadline import Deadline
+from tp_runtime.broadcast.failure import FailureLatch
 from tp_runtime.broadcast.pace import Cadence, Pace
 from tp_runtime.broadcast.sockets import open_pidfd, process_state, read_memfd, write_memfd
 from tp_runtime.broadcast.statistics import BroadcasterStatistics, Counters
@@ -336,3 +337,23 @@ def test_a_missing_folder_and_a_long_name_are_named(tmp_path: Path) -> None:
         CpuTpBroadcaster.join(rank=0, world_size=2, address=tmp_path / "no" / "channel")
     with pytest.raises(ConfigError, match="too long for a Unix socket"):
         CpuTpBroadcaster.join(rank=0, world_size=2, address=tmp_path / ("n" * 120))
+
+
+def test_whoever_sees_a_failure_finds_its_descriptor_readable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    latch = FailureLatch()
+    seen: list[tuple[bool, bool]] = []
+
+    def write(descriptor: int, value: int) -> None:
+        seen.append((descriptor == latch.wake_fd, latch.error is not None))
+        real_write(descriptor, value)
+
+    real_write = os.eventfd_write
+    monkeypatch.setattr("tp_runtime.broadcast.failure.os.eventfd_write", write)
+    latch.set(ProtocolError("first"), failed=True)
+    # the outsiders' descriptor before the error is seen, the owner's after it
+    assert seen == [(False, False), (True, True)]
+    assert select.select([latch.watch_fd], [], [], 0)[0]
+    assert not latch.set(ProtocolError("second"), failed=True)
+    latch.close()
