@@ -37,7 +37,7 @@ class FailureLatch:
         with self.changed:
             if self.error is not None or self.closed:
                 return False
-            # Whoever sees the error finds `watch_fd` readable, and whoever is woken finds the error.
+            # Who sees the error finds `watch_fd` readable, and who is woken finds the error.
             if failed:
                 os.eventfd_write(self._failed_fd, 1)
             self.error = error
