@@ -158,6 +158,8 @@ def _be_welcomed(play: Play, connection: socket.socket) -> None:
     frame, descriptors, _, _ = socket.recv_fds(connection, 4096, 16)
     if frame[3] != Kind.WELCOME:
         raise ConnectionError(f"expected WELCOME, got {frame[HEADER_BYTES:]!r}")
+    # one that is gone before rank 0 has its pidfd never was a member
+    time.sleep(_SETTLE_S)
     if play.cell.fault == "closed_data":
         data = socket.socket(fileno=os.dup(descriptors[0]))
         data.shutdown(socket.SHUT_RDWR)
