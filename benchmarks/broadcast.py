@@ -44,14 +44,14 @@ FULL = Effort(
     rounds=6,
     dropped={1: 20, 10: 10},
     counted={1: 90, 10: 35},
-    patience_s=15.0,
+    patience_s=10.0,
     nice=0,
 )
 QUICK = Effort(
     rounds=2,
-    dropped={1: 20, 10: 10},
-    counted={1: 60, 10: 15},
-    patience_s=3.0,
+    dropped={1: 20, 10: 8},
+    counted={1: 40, 10: 12},
+    patience_s=2.0,
     nice=0,
 )
 KILLS = {False: 50, True: 10}

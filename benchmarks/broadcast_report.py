@@ -169,10 +169,8 @@ def _print_quality(results: Results) -> None:
 
 def _print_alone(report: Mapping[str, Any]) -> None:
     if speed := report.get("speed"):
-        print(
-            "this machine, now          "
-            + ", ".join(f"{name.replace('_', ' ')} {us:.2f} us" for name, us in speed.items())
-        )
+        parts = [f"{name.replace('_', ' ')} {us:.2f} us" for name, us in speed.items()]
+        print(f"this machine, now          {', '.join(parts[:4])}\n{'':27s}{', '.join(parts[4:])}")
     if codec := report.get("codec"):
         print(
             f"steady step of 64 rows     encode {codec['encode_us']:.2f} us + decode "
