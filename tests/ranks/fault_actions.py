@@ -154,19 +154,18 @@ def _ask_often(sockets: Sockets) -> None:
 
 
 def _exec(play: Play) -> None:
-    play.board.strike()
     child = subprocess.Popen(["sleep", "60"], close_fds=False, stdin=subprocess.DEVNULL)
     play.children.append(child.pid)
     child.returncode = 0  # reaped with the other children
     held = sockets_of(child.pid)
     if held:
         play.problems.append(f"the program that was started holds {held} sockets")
+    play.board.strike()  # now, or the time of the start itself would be taken for a fault
 
 
 def _fork(play: Play) -> None:
     channel = play.channel
     reader, writer = os.pipe()
-    play.board.strike()
 
     def touch_and_live_on() -> None:
         os.close(reader)
@@ -180,6 +179,7 @@ def _fork(play: Play) -> None:
     os.close(reader)
     if said != "refused":
         play.problems.append(f"a forked child that used the channel: {said}")
+    play.board.strike()
 
 
 def _touch(channel: CpuTpBroadcaster | None) -> str:

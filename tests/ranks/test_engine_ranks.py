@@ -219,7 +219,6 @@ def die(where: str, victim: int) -> dict[str, Any]:
     [
         ("prefill", 2, 1),
         ("decode", 3, 2),
-        ("decode", 2, 0),
         *(
             pytest.param(where, tp_size, victim, marks=pytest.mark.long)
             for tp_size, victim in ((2, 0), (2, 1), (3, 2), (3, 1), (3, 0))

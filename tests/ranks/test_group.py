@@ -361,6 +361,7 @@ def test_a_process_that_ended_is_not_waited_for() -> None:
     assert run_ranks(one_returns_early, 2, 60, args=(False,)) == ["its process has ended", "left"]
 
 
+@pytest.mark.long
 def test_a_hosts_process_groups_are_used_and_left_alone() -> None:
     results = run_ranks(beside_a_host, 2, 60, env={"TP_RUNTIME_NUM_THREADS": "3"})
     for rank, (own, beside, threads) in enumerate(results):

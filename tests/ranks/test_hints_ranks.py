@@ -96,6 +96,7 @@ def meet_another_message() -> Any:
     return said
 
 
+@pytest.mark.long
 def test_calls_in_a_different_order_are_told_apart() -> None:
     _, said = run_ranks(meet_another_message, 2, timeout_s=60)
     assert "rank 1" in said

@@ -101,6 +101,7 @@ def test_the_reader_of_our_output_may_go_away() -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.long
 def test_doctor_tells_everything_as_json() -> None:
     done = _run("doctor", "--json", "--kv_block_size", "32", env={"TP_RUNTIME_DTYPE": "bfloat16"})
     assert done.returncode == 0, done.stderr
@@ -113,6 +114,7 @@ def test_doctor_tells_everything_as_json() -> None:
     assert report["self_test"]["round_trips"] == 50
 
 
+@pytest.mark.long
 def test_select_saves_a_plan_that_can_be_shown_verified_and_compared(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,7 +145,7 @@ def test_select_saves_a_plan_that_can_be_shown_verified_and_compared(
     assert err.startswith("tp-runtime: error: ")
 
 
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.long), 2])
 def test_decode_answers_and_says_the_same_on_every_rank(tmp_path: Path, ranks: int) -> None:
     out = tmp_path / "out.json"
     done = _run("decode", *PROMPT, "--max-tokens", "5", "--json", str(out), ranks=ranks)

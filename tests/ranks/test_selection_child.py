@@ -65,6 +65,7 @@ def test_when_every_backend_fails_nothing_was_measured() -> None:
     assert list(report.refusals) == ["crashes"]
 
 
+@pytest.mark.long
 def test_the_time_limit_ends_the_child() -> None:
     request = request_with({"hangs": "Hangs"}, time_limit_s=600.0, candidates=("hangs",))
     report = measure_in_child(request, 6.0)
