@@ -63,7 +63,7 @@ class Inbox:
             self._pace.woke(late_s=woke_s - sleep_until_s)
             started_s = woke_s
         if spin_until_s <= started_s:
-            return self._packets.look()
+            return None
         packet = self._spin(min(spin_until_s, limit_s))
         self._counters.spun_s += time.monotonic() - started_s
         self._counters.misses += packet is None

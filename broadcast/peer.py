@@ -237,7 +237,8 @@ class PeerBroadcaster(CpuTpBroadcaster):
         self._arrival = None
         self._heard_s = max(self._heard_s, now_ns / 1e9)
         self._counters.count_latency(now_ns - sent_ns)
-        self._pace.observe(sent_s=sent_ns / 1e9, interval_s=interval_us / 1e6)
+        if self._pace.mode != "efficient":
+            self._pace.observe(sent_s=sent_ns / 1e9, interval_s=interval_us / 1e6)
 
     def _large_body(self, header: Header, timeout_s: float) -> Message:
         descriptors: list[int] = []
@@ -251,7 +252,12 @@ class PeerBroadcaster(CpuTpBroadcaster):
             return packet
 
         try:
-            packet = self._block(mark, Deadline(timeout_s), silence=True)
+            try:
+                packet = mark()
+            except OSError as error:
+                self._raise_root_gone(f"its connection broke ({error.strerror})")
+            if packet is None:
+                packet = self._block(mark, Deadline(timeout_s), silence=True)
             if not packet:
                 self._raise_end()
             if packet != MEMFD_MARK or len(descriptors) != 1:
@@ -281,14 +287,9 @@ class PeerBroadcaster(CpuTpBroadcaster):
     def _block(
         self, look: Callable[[], memoryview | None], deadline: Deadline, *, silence: bool
     ) -> memoryview:
+        """What `look` gives once it gives something; the caller has looked already."""
         heard_s, asked_root = 0.0, False
         while True:
-            try:
-                packet = look()
-            except OSError as error:
-                self._raise_root_gone(f"its connection broke ({error.strerror})")
-            if packet is not None:
-                return packet
             self._latch.check()
             if silence and self._heard_s != heard_s:
                 heard_s, asked_root = self._heard_s, False
@@ -306,6 +307,12 @@ class PeerBroadcaster(CpuTpBroadcaster):
                     wait_s = half_s
             started_s = time.monotonic()
             self._inbox.block(wait_s)
+            try:
+                packet = look()
+            except OSError as error:
+                self._raise_root_gone(f"its connection broke ({error.strerror})")
+            if packet is not None:
+                return packet
             deadline.woke(slept_from_s=started_s, asked_s=wait_s)
 
     # ends ------------------------------------------------------------------------------------
