@@ -175,10 +175,10 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def children() -> int:
-    """Processes that this one started and has not reaped."""
+def child_pids() -> list[int]:
+    """Processes that the main thread of this one started, or inherited, and has not reaped."""
     with open(f"/proc/self/task/{os.getpid()}/children") as file:
-        return len(file.read().split())
+        return [int(pid) for pid in file.read().split()]
 
 
 def memory_bytes() -> int:

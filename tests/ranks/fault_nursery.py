@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tests.ranks.fault_board import Board, Me, now, threads
+from tests.ranks.fault_board import Board, Me, child_pids, now, threads
 from tp_runtime.broadcast.rendezvous import Listener
 from tp_runtime.orphans import end_with_parent
 
@@ -171,7 +171,9 @@ class _Group:
     def _await_exits(self) -> None:
         """Let those who reported go by themselves; what they leave behind is a stray."""
         limit_s = now() + 1.0
-        while now() < limit_s and any(one.report and one.ended is None for one in self._ranks):
+        while now() < limit_s and any(
+            one.report is not None and one.ended is None for one in self._ranks
+        ):
             self._reap(os.WNOHANG)
             time.sleep(0.001)
 
@@ -198,10 +200,12 @@ class _Group:
         return True
 
     def _end(self) -> None:
-        self._signal(signal.SIGKILL)
-        # orphans of the ranks became children of this process, and none left the process group
-        while self._reap(0):
-            pass
+        # Orphans of the ranks became children of this process, which has no others.
+        while left := child_pids():
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            for _ in left:
+                self._reap(0)
         for one in self._ranks:
             os.close(one.pipe)
         self._board.close()

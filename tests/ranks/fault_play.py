@@ -11,7 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from tests.ranks import fault_actions, fault_joins
-from tests.ranks.fault_board import children, descriptors, failed, leaked, now, threads
+from tests.ranks.fault_board import child_pids, descriptors, failed, leaked, now, threads
 from tests.ranks.fault_cells import EPOCH, GRACE_S, TIMEOUT_S, Cell
 from tests.ranks.fault_phases import PHASES
 from tests.ranks.fault_strike import calm, inject_clock
@@ -96,7 +96,7 @@ class Play:
             "problems": self.problems,
             "leaked": leaked(before),
             "threads": _threads_left(),
-            "children": children(),
+            "children": len(child_pids()),
         }
 
     def _play(self) -> None:
