@@ -48,6 +48,7 @@ class Deadline:
 
     def woke(self, *, slept_from_s: float, asked_s: float) -> None:
         """Tell that a wait of at most `asked_s` seconds began at `slept_from_s` and is over."""
-        frozen_s = self._clock() - slept_from_s - asked_s
-        if frozen_s > FROZEN_S:
-            self._at_s += frozen_s
+        waited_s = self._clock() - slept_from_s
+        if waited_s - asked_s > FROZEN_S:
+            # how much of it passed before the freeze is not known: none of it counts
+            self._at_s += waited_s

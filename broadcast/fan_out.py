@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LONGEST_WAIT_S = 3600.0
+# epoll calls a socket writable only when three quarters of its buffer are free, which a peer that
+# takes a message now and then may never reach: it is tried again this often.
+_RETRY_S = 0.01
 _NO_SIGNAL = socket.MSG_NOSIGNAL
 
 
@@ -102,12 +104,12 @@ class FanOut:
             while waiting:
                 if deadline.expired():
                     raise LinksFull([link for link, _ in waiting.values()], deadline)
-                asked_s, started_s = deadline.remaining_s(), time.monotonic()
+                asked_s, started_s = min(deadline.remaining_s(), _RETRY_S), time.monotonic()
                 self._counters.waits += 1
-                events = epoll.poll(min(asked_s, _LONGEST_WAIT_S))
+                epoll.poll(asked_s)
                 deadline.woke(slept_from_s=started_s, asked_s=asked_s)
                 self._check()
-                for descriptor, _ in events:
+                for descriptor in list(waiting):
                     link, sent = waiting[descriptor]
                     if sent == 0:
                         sent += _try_frame(link, frame)
@@ -137,7 +139,7 @@ class FanOut:
                     epoll.unregister(descriptor)
                     del waiting[descriptor]
                 if waiting:
-                    epoll.poll(min(deadline.remaining_s(), _LONGEST_WAIT_S))
+                    epoll.poll(min(deadline.remaining_s(), _RETRY_S))
 
 
 def _try_frame(link: Link, frame: bytes) -> bool:

@@ -156,7 +156,8 @@ def _membership(
     size = identity.world_size
     if len(pids) != size or not all(type(pid) is int for pid in pids):
         raise HandshakeRefused(f"field pids: expected {size} integers, got {pids!r}")
-    if len(ranks) != len(ready.descriptors) or not all(r in range(size) for r in ranks):
+    known = all(type(rank) is int and 0 <= rank < size for rank in ranks)
+    if not known or len(set(ranks)) != len(ranks) or len(ranks) != len(ready.descriptors):
         raise HandshakeRefused(
             f"field pidfd_ranks: {ranks!r} with {len(ready.descriptors)} descriptors"
         )

@@ -395,11 +395,17 @@ class PeerBroadcaster(CpuTpBroadcaster):
         self._fail(ProtocolError(f"rank {self.rank}: rank 0 sent: {error}"))
 
     def on_hang_up(self, rank: int) -> None:
+        if self._closing:
+            return
         self._fail(self._lost(0, self._root.pid, "died (its connection ended)"), tell=False)
 
     def on_exit(self, rank: int) -> None:
         reason = "died (its process ended)"
-        if rank == 0:
+        if self._closing:
+            if rank == 0:
+                # a child may hold its connection: what is in it is read, more will not come
+                self._root.data.shutdown()
+        elif rank == 0:
             self._fail(self._lost(0, self._root.pid, reason), tell=False)
         elif not self._siblings[rank].left:
             self._fail(self._lost(rank, self._siblings[rank].pid, reason))
@@ -408,7 +414,7 @@ class PeerBroadcaster(CpuTpBroadcaster):
         """Peers have nothing to send unasked."""
 
     def is_over(self) -> bool:
-        return self._closing or self._latch.error is not None
+        return self._latch.error is not None
 
     # the end ---------------------------------------------------------------------------------
 
