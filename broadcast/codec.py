@@ -57,6 +57,11 @@ def encode(message: Message) -> bytes:
         ProtocolError: something in it may not travel; the message names the path to it.
     """
     _check(message, "$", 0)
+    return _pack(message)
+
+
+def _pack(message: Message) -> bytes:
+    """Encode what `_check` has let pass."""
     packer = _local.packer
     try:
         packed: bytes = packer.pack(message)
@@ -90,12 +95,12 @@ def encode_parts(message: Message) -> list[bytes | memoryview]:
     for key, item in message.items():
         if type(key) is not str:
             raise ProtocolError(f"$: dict keys must be str, got {type(key).__name__}")
-        parts.append(encode(key))
+        parts.append(_pack(key))
         if _is_large(item):
             parts += _large_parts(item, f"$.{key}")
         else:
             _check(item, f"$.{key}", 1)
-            parts.append(encode(item))
+            parts.append(_pack(item))
     return parts
 
 

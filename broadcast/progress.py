@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from tp_runtime.broadcast.deadline import FROZEN_S, Clock
+from tp_runtime.broadcast.sockets import seals_of
 from tp_runtime.errors import ProtocolError
 
 if TYPE_CHECKING:
@@ -68,11 +69,7 @@ def make_page(world_size: int) -> int:
 
 
 def _check_page(descriptor: int, size: int) -> None:
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise ProtocolError(f"progress page: the descriptor is no memfd ({error})") from None
-    if seals & _SEALS != _SEALS:
+    if seals_of(descriptor, "progress page") & _SEALS != _SEALS:
         raise ProtocolError("progress page: the memfd is not sealed against resizing")
     got = os.fstat(descriptor).st_size
     if got != size:
@@ -120,12 +117,13 @@ class LagBound:
         for rank, (before, since_s) in self._taken.items():
             if frozen_s > FROZEN_S:
                 since_s += frozen_s
-            behind = sent - taken(rank)
-            if behind <= 0 or taken(rank) != before:
+            seen = taken(rank)  # once: it goes on changing
+            behind = sent - seen
+            if behind <= 0 or seen != before:
                 since_s = now_s
             elif now_s - since_s >= self._timeout_s and (
                 behind > MAX_LAG_MESSAGES or stopped(rank)
             ):
                 late.append(rank)
-            self._taken[rank] = (taken(rank), since_s)
+            self._taken[rank] = (seen, since_s)
         return late

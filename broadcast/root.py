@@ -118,12 +118,14 @@ class RootBroadcaster(CpuTpBroadcaster):
                 kind is bytes and len(message) < LARGE_BYTES
             ):
                 body = self._packed(message)
-        if body is None or len(body) > self._most_plain_bytes:
-            self._publish_other(message, timeout_s, next_s)
-            return
         interval_us = self._interval_us
         if next_s is not None:
             interval_us = int(next_s * 1e6) if 0.0 <= next_s <= MAX_INTERVAL_S else 0
+        if body is None or len(body) > self._most_plain_bytes:
+            self._publish_other(message, timeout_s, interval_us)
+            if next_s is None:
+                self._count_cadence()
+            return
         sequence, sent_ns = self._sequence + 1, time.monotonic_ns()
         frame = PLAIN_HEADER.pack(self._first, len(body), interval_us, sequence, sent_ns) + body
         self._in_call = True
@@ -151,21 +153,14 @@ class RootBroadcaster(CpuTpBroadcaster):
             return None
         return packed
 
-    def _publish_other(
-        self, message: Message, timeout_s: float | None, next_s: float | None
-    ) -> None:
+    def _publish_other(self, message: Message, timeout_s: float | None, interval_us: int) -> None:
         self._enter()
         if not self._links:
             encode_parts(message)  # so that a message that may not travel is refused here, too
             self._sequence += 1
             return
-        interval_us = self._interval_us
-        if next_s is not None:
-            interval_us = int(next_s * 1e6) if 0.0 <= next_s <= MAX_INTERVAL_S else 0
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._send_parts(Kind.MESSAGE, encode_parts(message), timeout_s, interval_us)
-        if next_s is None:
-            self._count_cadence()
 
     def confirm(self, message: Message, *, timeout_s: float | None = None) -> Receipt:
         self._enter()

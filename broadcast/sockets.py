@@ -185,6 +185,14 @@ def write_memfd(parts: Sequence[bytes | memoryview]) -> int:
     return descriptor
 
 
+def seals_of(descriptor: int, what: str) -> int:
+    """The seals of a memfd that came over a socket. Raises ProtocolError: it is none."""
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ProtocolError(f"{what}: the descriptor is no memfd ({error})") from None
+
+
 def read_memfd(descriptor: int, length: int) -> mmap.mmap:
     """Map a memfd that must be sealed and hold exactly `length` bytes.
 
@@ -192,11 +200,7 @@ def read_memfd(descriptor: int, length: int) -> mmap.mmap:
         ProtocolError: it is not sealed (its sender could change or shrink it under the reader,
             which kills the reader with SIGBUS) or has another size.
     """
-    try:
-        seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise ProtocolError(f"large body: the descriptor is no memfd ({error})") from None
-    if seals & _SEALS != _SEALS:
+    if seals_of(descriptor, "large body") & _SEALS != _SEALS:
         raise ProtocolError("large body: the memfd is not sealed against writing and resizing")
     size = os.fstat(descriptor).st_size
     if size != length or size == 0:
