@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from tp_runtime import logs
 from tp_runtime.errors import ConfigError
-from tp_runtime.launch import decode, doctor, exits, plan, select
+from tp_runtime.launch import bench, decode, doctor, exits, plan, select
 from tp_runtime.launch.interrupts import Interrupts
 from tp_runtime.launch.options import Parser, log_level, parse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-VERBS = {"decode": decode, "select": select, "doctor": doctor, "plan": plan}
+VERBS = {"decode": decode, "select": select, "doctor": doctor, "plan": plan, "bench": bench}
 
 _EPILOG = """\
 exit status: 0 done; 1 failed while running; 2 asked for something that cannot be (a wrong flag,

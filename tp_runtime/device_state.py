@@ -18,6 +18,7 @@ from tp_runtime.pages import DUMMY_BLOCK
 
 if TYPE_CHECKING:
     from tp_runtime.step_plan import StepPlan
+    from tp_runtime.uploads import Uploader
 
 
 class DeviceState:
@@ -32,7 +33,13 @@ class DeviceState:
     """
 
     def __init__(
-        self, *, slots: int, table_width: int, pages_per_block: int, device: torch.device
+        self,
+        *,
+        slots: int,
+        table_width: int,
+        pages_per_block: int,
+        device: torch.device,
+        uploads: Uploader,
     ) -> None:
         size = slots + 1
         self.slots = slots
@@ -49,7 +56,9 @@ class DeviceState:
         self.host_length = np.zeros(size, dtype=np.int64)
         self._host_mode = np.zeros(size, dtype=np.int8)
         self._pages_per_block = pages_per_block
-        self._page_offsets = torch.arange(pages_per_block, dtype=torch.int32)
+        self._page_offsets = np.arange(pages_per_block, dtype=np.int64)
+        self._flat_table = self.block_table.view(-1)
+        self._uploads = uploads
         self._rows: tuple[int, ...] = ()
 
     def apply(self, plan: StepPlan) -> tuple[int, ...]:
@@ -108,28 +117,32 @@ class DeviceState:
             )
 
     def _apply_admits(self, plan: StepPlan) -> None:
-        index = torch.tensor([admit.slot for admit in plan.admits], device=self.device)
-        self.length[index] = 0
-        self.last_token[index] = 0
-        self.block_table[index] = DUMMY_BLOCK
-        columns = {
-            "temperature": self.temperature,
-            "top_k": self.top_k,
-            "top_p": self.top_p,
-            "min_p": self.min_p,
-        }
-        for name, column in columns.items():
-            values = [getattr(admit.sampling, name) for admit in plan.admits]
-            column[index] = torch.tensor(values, dtype=column.dtype, device=self.device)
-        self.seed[index] = torch.tensor([admit.seed for admit in plan.admits], device=self.device)
-        for admit in plan.admits:
-            self.host_length[admit.slot] = 0
-            self._host_mode[admit.slot] = mode_of(admit.sampling)
+        admits = plan.admits
+        sampling = [admit.sampling for admit in admits]
+        slots = np.array([admit.slot for admit in admits], dtype=np.int64)
+        index, integers, floats = self._uploads.send(
+            slots,
+            np.array([[s.top_k for s in sampling], [a.seed for a in admits]], dtype=np.int64),
+            np.array([[s.temperature, s.top_p, s.min_p] for s in sampling], dtype=np.float32).T,
+        )
+        self.length.index_fill_(0, index, 0)
+        self.last_token.index_fill_(0, index, 0)
+        self.block_table.index_fill_(0, index, DUMMY_BLOCK)
+        for column, values in (
+            (self.top_k, integers[0]),
+            (self.seed, integers[1]),
+            (self.temperature, floats[0]),
+            (self.top_p, floats[1]),
+            (self.min_p, floats[2]),
+        ):
+            column.index_copy_(0, index, values)
+        self.host_length[slots] = 0
+        self._host_mode[slots] = [mode_of(s) for s in sampling]
 
     def _apply_blocks(self, plan: StepPlan) -> None:
-        ratio = self._pages_per_block
-        entries = torch.tensor(plan.blocks, dtype=torch.int64)
-        columns = entries[:, 1:2] * ratio + self._page_offsets
-        pages = entries[:, 2:3].to(torch.int32) * ratio + self._page_offsets
-        slots = entries[:, :1].expand(-1, ratio)
-        self.block_table[slots.to(self.device), columns.to(self.device)] = pages.to(self.device)
+        entries = np.array(plan.blocks, dtype=np.int64)
+        first = entries[:, 0] * self.block_table.shape[1] + entries[:, 1] * self._pages_per_block
+        where = first[:, None] + self._page_offsets
+        pages = entries[:, 2:3] * self._pages_per_block + self._page_offsets
+        index, values = self._uploads.send(where.ravel(), pages.ravel().astype(np.int32))
+        self._flat_table.index_copy_(0, index, values)

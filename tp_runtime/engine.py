@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from tp_runtime.device_times import DeviceTimes
 from tp_runtime.errors import BroadcastError, ConfigError, RequestError, TpRuntimeError
 from tp_runtime.group import TpGroup
 from tp_runtime.ranks import RankInfo
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from tp_runtime.broadcast import BroadcasterStatistics, CpuTpBroadcaster
     from tp_runtime.config import RuntimeConfig
+    from tp_runtime.graphs import CaptureReport
     from tp_runtime.group import GroupStatistics
     from tp_runtime.models.base import DecodeModel
     from tp_runtime.pages import PagePoolStatistics
@@ -226,6 +228,27 @@ class Engine:
         """
         return self._root_loop().step(self._terminal)
 
+    def sync(self) -> None:
+        """Wait until every step so far has run and its tokens are known. Rank 0.
+
+        After each `step` it makes the loop that keeps nothing in flight, to compare with.
+
+        Raises:
+            HarvestError: as `step`.
+        """
+        self._root_loop().sync()
+
+    def time_device(self) -> DeviceTimes:
+        """Mark from here on when the device works and when it idles, on this rank."""
+        runtime, group = self._started()
+        times = DeviceTimes(group.device)
+        runtime.runner.time_device(times)
+        return times
+
+    def step_times(self, last: int | None = None) -> StepTimeStatistics:
+        """Where the host's time went, in all steps that are kept or in the last of them."""
+        return self._times.statistics(last)
+
     def generate(
         self,
         prompts: Sequence[str] | Sequence[Sequence[int]],
@@ -272,6 +295,11 @@ class Engine:
         """Requests whose last output has not been returned. Rank 0."""
         return self._root_loop().unfinished
 
+    @property
+    def running(self) -> tuple[str, ...]:
+        """The ids of those requests. Rank 0."""
+        return self._root_loop().request_ids
+
     def serve_peer(self) -> None:
         """Follow rank 0 until it stops. Ranks above 0."""
         while self.step_peer():
@@ -315,7 +343,12 @@ class Engine:
     @property
     def capture_digest(self) -> str | None:
         """Of what was captured, or prepared where there are no graphs."""
-        return None if self._captured is None else self._captured.capture_digest
+        return None if self._captured is None else self._captured.report.digest
+
+    @property
+    def capture_report(self) -> CaptureReport | None:
+        """What this rank captured, how long it took, and the device memory that it took."""
+        return None if self._captured is None else self._captured.report
 
     @property
     def selection_report(self) -> BenchReport | None:

@@ -115,6 +115,10 @@ class RootLoop:
         """Requests whose last output has not been returned yet."""
         return len(self._live)
 
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        return tuple(self._live)
+
     def add_request(
         self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str | None
     ) -> str:
@@ -201,10 +205,18 @@ class RootLoop:
         if not self._in_flight or plan.kind is StepKind.IDLE:
             self._start_harvest()
             self._finish_harvest()
+        self._raise_late()
+        return self._take_outputs(of)
+
+    def sync(self) -> None:
+        """Harvest all that has run. Raises HarvestError."""
+        self._harvest_all()
+        self._raise_late()
+
+    def _raise_late(self) -> None:
         if self._late_error is not None:
             error, self._late_error = self._late_error, None
             raise error
-        return self._take_outputs(of)
 
     def stop(self) -> None:
         """Tell the peers that this was the last step."""

@@ -78,6 +78,12 @@ class StagingLease:
         """The host buffer. Raises TpRuntimeError after release."""
         return self._held().host
 
+    @property
+    def mirror(self) -> Tensor:
+        """A buffer of the same shape on the device; on a CPU it is the host buffer."""
+        buffer = self._held()
+        return buffer.host if buffer.mirror is None else buffer.mirror
+
     def record(self, stream: torch.cuda.Stream | None = None) -> None:
         """Say that work which uses the buffer was enqueued on this stream (default: current)."""
         buffer = self._held()

@@ -34,10 +34,12 @@ from tp_runtime.selection import (
 )
 from tp_runtime.sizing import Sizes, resolve_sizes
 from tp_runtime.step_runner import StepRunner
+from tp_runtime.uploads import Uploader
 
 if TYPE_CHECKING:
     from tp_runtime.broadcast import WaitMode
     from tp_runtime.config import RuntimeConfig
+    from tp_runtime.graphs import CaptureReport
     from tp_runtime.group import TpGroup
     from tp_runtime.models.base import DecodeModel
     from tp_runtime.ranks import RankInfo
@@ -204,11 +206,13 @@ def build_rank(
             page_size=sizes.page_size,
             device=group.device,
         )
+        uploads = Uploader(group.device)
         state = DeviceState(
             slots=sizes.slots,
             table_width=sizes.table_width,
             pages_per_block=sizes.pages_per_block,
             device=group.device,
+            uploads=uploads,
         )
         runner = StepRunner(
             model=model,
@@ -219,16 +223,17 @@ def build_rank(
             backends=BackendSet(shape, group.device),
             buckets=sizes.buckets,
             times=times,
+            uploads=uploads,
         )
     return RankRuntime(sizes=sizes, decision=decision, runner=runner)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """What all ranks captured alike. rank_reports: what each rank said it holds ("rank",
-    "plan_digest", "capture_digest"), on rank 0 only."""
+    """What all ranks captured alike. report: this rank's. rank_reports: what each rank said it
+    holds ("rank", "plan_digest", "capture_digest"), on rank 0 only."""
 
-    capture_digest: str
+    report: CaptureReport
     rank_reports: tuple[dict[str, Any], ...]
 
 
@@ -265,7 +270,7 @@ def capture_rank(
     reports = [{"rank": 0, **digests}]
     reports += [{"rank": rank, **json.loads(text)} for rank, text in sorted(peers.items())]
     return Captured(
-        capture_digest=capture.digest,
+        report=capture,
         rank_reports=tuple(reports) if group.rank == 0 else (),
     )
 

@@ -30,11 +30,13 @@ if TYPE_CHECKING:
 
     from tp_runtime.attention import KvCache
     from tp_runtime.device_state import DeviceState
+    from tp_runtime.device_times import DeviceTimes
     from tp_runtime.graphs import CaptureReport
     from tp_runtime.group import TpGroup
     from tp_runtime.models.base import DecodeModel
     from tp_runtime.selection import BackendPlan, BackendSet, DecodeBackend
     from tp_runtime.step_plan import StepPlan
+    from tp_runtime.uploads import Uploader
 
 SAMPLERS = len(SamplerMode)
 
@@ -83,6 +85,7 @@ class StepRunner:
         backends: BackendSet,
         buckets: Sequence[int],
         times: StepTimes,
+        uploads: Uploader,
     ) -> None:
         self._model = model
         self._group = group
@@ -91,6 +94,7 @@ class StepRunner:
         self._plan = plan
         self._backends = backends
         self._times = times
+        self._uploads = uploads
         self._slots = torch.full(
             (max(buckets),), state.dummy_slot, dtype=torch.int64, device=state.device
         )
@@ -111,6 +115,11 @@ class StepRunner:
         self._next_step = 0
         self._graph_steps = self._eager_steps = self._prefill_steps = self._mixed_steps = 0
         self._padded_rows = 0
+        self._device_times: DeviceTimes | None = None
+
+    def time_device(self, times: DeviceTimes | None) -> None:
+        """Mark every step from here on; None ends it."""
+        self._device_times = times
 
     @torch.inference_mode()
     def capture(self, progress: Callable[[int, int], None] | None = None) -> CaptureReport:
@@ -149,9 +158,13 @@ class StepRunner:
             rows = self._state.apply(plan)
             if plan.admits:
                 self._batch = None  # the same slots may now be other requests
-        if plan.kind is StepKind.DECODE:
-            return self._decode(plan, rows)
-        return self._mixed(plan, rows)
+        run = self._decode if plan.kind is StepKind.DECODE else self._mixed
+        if self._device_times is None:
+            return run(plan, rows)
+        self._device_times.begin()
+        tokens = run(plan, rows)
+        self._device_times.end()
+        return tokens
 
     def close(self) -> None:
         """Destroy the graphs; before the group, whose collectives they hold."""
@@ -188,10 +201,11 @@ class StepRunner:
         """The batch of these slots; the one of the step before where they are the same."""
         if self._batch is None or self._batch.rows is not rows:
             index = np.array(rows, dtype=np.int64)
+            (slots,) = self._uploads.send(index)
             self._batch = Batch(
                 rows=rows,
                 index=index,
-                slots=torch.from_numpy(index).to(self._state.device),
+                slots=slots.clone(),
                 mode=self._state.sampler_mode(rows),
             )
             self._filled_bucket = None
@@ -283,13 +297,16 @@ class StepRunner:
             else:
                 self._prefill_steps += 1
             chunks, last_rows, total = [], [], len(rows)
+            prompt_tokens = self._uploads.send(
+                *(chunk.token_ids.astype(np.int64) for chunk in plan.chunks)
+            )
+            tokens.extend(prompt_tokens)
             for chunk in plan.chunks:
                 self._check_chunk(plan, chunk.slot, chunk.start, chunk.end)
                 where = torch.arange(chunk.start, chunk.end, device=device)
                 table = state.block_table[chunk.slot].to(torch.int64)
                 cache_rows.append(cache.rows_of(table[where // cache.page_size], where))
                 positions.append(where)
-                tokens.append(torch.from_numpy(chunk.token_ids.astype(np.int64)).to(device))
                 pages = table[: -(-chunk.end // cache.page_size)]
                 chunks.append(PromptChunk.make(start=chunk.start, end=chunk.end, pages=pages))
                 total += chunk.end - chunk.start
@@ -321,9 +338,10 @@ class StepRunner:
         sampling = (*rows, *(chunk.slot for chunk in plan.chunks if chunk.samples))
         if not sampling:
             return None
-        device = self._state.device
-        slots = torch.tensor(sampling, dtype=torch.int64, device=device)
-        picked = torch.tensor([*range(len(rows)), *last_rows], dtype=torch.int64, device=device)
+        slots, picked = self._uploads.send(
+            np.array(sampling, dtype=np.int64),
+            np.array([*range(len(rows)), *last_rows], dtype=np.int64),
+        )
         mode = self._state.sampler_mode(sampling)
         tokens = self._sample(hidden[picked], slots, positions[picked] + 1, mode)
         self._state.last_token[slots] = tokens.clamp(min=0)

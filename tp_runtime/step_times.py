@@ -90,8 +90,11 @@ class StepTimes:
         self._ns[step % len(self._ns)] = 0
         self._steps = step + 1
 
-    def statistics(self) -> StepTimeStatistics:
-        kept = self._ns[: min(self._steps, len(self._ns))].astype(np.float64) / 1e3
+    def statistics(self, last: int | None = None) -> StepTimeStatistics:
+        """Of the steps that are kept, or of the `last` of them."""
+        count = min(self._steps, len(self._ns), self._steps if last is None else last)
+        places = np.arange(self._steps - count, self._steps) % len(self._ns)
+        kept = self._ns[places].astype(np.float64) / 1e3
         if not len(kept):
             return StepTimeStatistics(
                 steps=0,
