@@ -130,7 +130,10 @@ class StepAttention:
                 block_table=decode.block_table,
                 kv_lens=decode.kv_lens,
             )
-            decode.backend.forward(q[:first], kv, out[:first])
+            rows = q[:first]
+            decode.backend.forward(
+                rows if q.device.type == "cpu" else rows.contiguous(), kv, out[:first]
+            )
         for chunk in self._chunks:
             last = first + chunk.end - chunk.start
             if chunk.start:
