@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 import torch.nn.functional as F
 
+from tp_runtime.ops.norm import rms_norm
+from tp_runtime.ops.rope import rotate
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
     from tp_runtime.group import TpGroup
+    from tp_runtime.models.base import QkNorm
 
 
 T = TypeVar("T")
@@ -69,7 +73,8 @@ def on_ranks(size: int, body: Callable[[TpGroup], T]) -> list[T]:
 class DenseAttention:
     """Causal attention over all tokens of one sequence; keeps k and v of earlier calls."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, kv_heads: int) -> None:
+        self._kv_heads = kv_heads
         self._k: list[Tensor | None] = [None] * num_layers
         self._v: list[Tensor | None] = [None] * num_layers
 
@@ -88,3 +93,17 @@ class DenseAttention:
             enable_gqa=True,
         )
         return out.transpose(0, 1)
+
+    def rotated(
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: QkNorm | None
+    ) -> Tensor:
+        head_dim = cos.shape[-1]
+        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        q_heads = heads.shape[1] - 2 * self._kv_heads
+        q, k, v = torch.split(heads, [q_heads, self._kv_heads, self._kv_heads], 1)
+        if norms is not None:
+            q, k = (
+                rms_norm(t, weight, norms.eps)
+                for t, weight in ((q, norms.q_weight), (k, norms.k_weight))
+            )
+        return self(layer, rotate(q, cos, sin), rotate(k, cos, sin), v)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from tp_runtime.ops.rope_append import first_rows, rope_append
 from tp_runtime.selection.base import DecodeBackend, PagedKV
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from tp_runtime.models.base import ModelShape
+    from tp_runtime.models.base import ModelShape, QkNorm
 
 
 class KvCache:
@@ -37,30 +38,29 @@ class KvCache:
         self.v = list(self._v.unbind(0))
         self._flat_k = [k.view(-1, shape.head_dim) for k in self.k]
         self._flat_v = [v.view(-1, shape.head_dim) for v in self.v]
-        self._heads = torch.arange(shape.kv_heads, dtype=torch.int64, device=device)
+        self._head_rows = page_size * torch.arange(shape.kv_heads, device=device)
 
     @property
     def num_bytes(self) -> int:
         return 2 * self._k.numel() * self._k.element_size()
 
     def rows_of(self, pages: Tensor, positions: Tensor) -> Tensor:
-        """Where the cache of a layer keeps tokens, as rows of its [-1, head_dim] view.
+        """Where a layer keeps the first head of each token; see `first_rows`.
 
         Args:
             pages: int [tokens], the kernel page of each.  positions: int64 [tokens].
 
         Returns:
-            int64 [tokens * kv_heads], token-major.
+            int64 [tokens], rows of the layer's [-1, head_dim] view.
         """
-        first = pages.to(torch.int64) * (self.kv_heads * self.page_size)
-        first = first + positions % self.page_size
-        return (first[:, None] + self._heads * self.page_size).flatten()
+        return first_rows(pages, positions, kv_heads=self.kv_heads, page_size=self.page_size)
 
     def append(self, layer: int, rows: Tensor, k: Tensor, v: Tensor) -> None:
         """Write k and v, [tokens, kv_heads, head_dim], to `rows_of` their tokens."""
         head_dim = k.shape[-1]
-        self._flat_k[layer].index_copy_(0, rows, k.reshape(-1, head_dim))
-        self._flat_v[layer].index_copy_(0, rows, v.reshape(-1, head_dim))
+        where = (rows[:, None] + self._head_rows).flatten()
+        self._flat_k[layer].index_copy_(0, where, k.reshape(-1, head_dim))
+        self._flat_v[layer].index_copy_(0, where, v.reshape(-1, head_dim))
 
     def prefix(self, layer: int, pages: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """The first `length` tokens of a sequence, [kv_heads, length, head_dim] each."""
@@ -118,9 +118,32 @@ class StepAttention:
         self._chunks = chunks
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self._cache.append(layer, self._cache_rows, k, v)
+        return self._attend(layer, q)
+
+    def rotated(
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: QkNorm | None
+    ) -> Tensor:
+        k_cache, v_cache = self._cache.k[layer], self._cache.v[layer]
+        if norms is None:
+            q = rope_append(qkv, cos, sin, self._cache_rows, k_cache, v_cache)
+        else:
+            q = rope_append(
+                qkv,
+                cos,
+                sin,
+                self._cache_rows,
+                k_cache,
+                v_cache,
+                q_norm=norms.q_weight,
+                k_norm=norms.k_weight,
+                eps=norms.eps,
+            )
+        return self._attend(layer, q)
+
+    def _attend(self, layer: int, q: Tensor) -> Tensor:
         cache, decode = self._cache, self._decode
-        cache.append(layer, self._cache_rows, k, v)
-        out = torch.empty_like(q)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
         first = 0
         if decode is not None:
             first = decode.kv_lens.shape[0]
@@ -131,15 +154,12 @@ class StepAttention:
                 kv_lens=decode.kv_lens,
             )
             rows = q[:first]
-            decode.backend.forward(
-                rows if q.device.type == "cpu" else rows.contiguous(), kv, out[:first]
-            )
+            if q.device.type != "cpu":
+                rows = rows.contiguous()  # a model that rotates itself may hand over a view
+            decode.backend.forward(rows, kv, out[:first])
         for chunk in self._chunks:
             last = first + chunk.end - chunk.start
-            if chunk.start:
-                keys, values = cache.prefix(layer, chunk.pages, chunk.end)
-            else:
-                keys, values = k[first:last].transpose(0, 1), v[first:last].transpose(0, 1)
+            keys, values = cache.prefix(layer, chunk.pages, chunk.end)
             out[first:last] = F.scaled_dot_product_attention(
                 q[first:last].transpose(0, 1)[None],
                 keys[None],

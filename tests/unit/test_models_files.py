@@ -92,7 +92,7 @@ def write_folder(folder: Path, config: ModelConfig, *, shards: int = 1) -> Path:
 def logits_of(ref: Path, size: int) -> torch.Tensor:
     def body(group: TpGroup) -> torch.Tensor:
         loaded = load_model(str(ref), group=group, dtype=torch.float32)
-        attention = DenseAttention(loaded.config.num_layers)
+        attention = DenseAttention(loaded.config.num_layers, loaded.model.shape.kv_heads)
         hidden = loaded.model.forward(IDS, torch.arange(len(IDS)), attention)
         return loaded.model.logits(hidden)
 

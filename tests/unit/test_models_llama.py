@@ -57,7 +57,7 @@ def build(config: ModelConfig, group: TpGroup, dtype: torch.dtype = torch.float3
 
 def run(model: LlamaModel, ids: Tensor, chunks: list[int]) -> tuple[Tensor, Tensor]:
     """(hidden, logits of this rank) of all tokens, fed in chunks."""
-    attention = DenseAttention(model.shape.num_layers)
+    attention = DenseAttention(model.shape.num_layers, model.shape.kv_heads)
     hidden, start = [], 0
     for chunk in chunks:
         positions = torch.arange(start, start + chunk)
@@ -178,7 +178,7 @@ def test_safetensors_folder_gives_the_logits_of_transformers(name: str, tmp_path
         expected = reference(IDS[None]).logits[0]
         loaded = load_model(str(tmp_path), group=TpGroup.single(CPU), dtype=torch.float32)
         model = loaded.model
-        attention = DenseAttention(config.num_layers)
+        attention = DenseAttention(config.num_layers, model.shape.kv_heads)
         hidden = model.forward(IDS, torch.arange(len(IDS)), attention)
         torch.testing.assert_close(model.logits(hidden), expected, rtol=1e-4, atol=5e-5)
     assert loaded.config == config

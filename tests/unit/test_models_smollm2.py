@@ -46,7 +46,7 @@ def test_logits_are_those_of_transformers_at_every_tp_size(
 
     def body(group: TpGroup) -> torch.Tensor:
         loaded = load_model("smollm2", group=group, dtype=torch.float32)
-        attention = DenseAttention(loaded.config.num_layers)
+        attention = DenseAttention(loaded.config.num_layers, loaded.model.shape.kv_heads)
         hidden = loaded.model.forward(ids, torch.arange(len(ids)), attention)
         return loaded.model.logits(hidden)
 

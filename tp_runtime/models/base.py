@@ -35,6 +35,15 @@ class ModelShape:
     eos_token_ids: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QkNorm:
+    """RMS norms of each query and key head. Weights: [head_dim]."""
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+
+
 class Attention(Protocol):
     """What a model calls once per layer, in layer order, with rotated q and k."""
 
@@ -47,6 +56,18 @@ class Attention(Protocol):
 
         Returns:
             [tokens, q_heads, head_dim], valid until the next call.
+        """
+        ...
+
+    def rotated(
+        self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, norms: QkNorm | None
+    ) -> Tensor:
+        """The same from the fused projection, with norm, rotation and append in one.
+
+        Args:
+            qkv: [tokens, (q_heads + 2 * kv_heads) * head_dim], heads of q, then k, then v.
+            cos, sin: [tokens, 1, head_dim], from `RopeTable.at`.
+            norms: of q and k before the rotation.
         """
         ...
 

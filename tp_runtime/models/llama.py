@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from tp_runtime.layers.linear import ColumnParallelLinear, Matrix, RowParallelLinear
 from tp_runtime.layers.vocab import VocabParallelEmbedding, VocabParallelHead
-from tp_runtime.models.base import ModelShape
+from tp_runtime.models.base import ModelShape, QkNorm
 from tp_runtime.ops.activation import silu_and_mul
 from tp_runtime.ops.norm import RmsNorm
-from tp_runtime.ops.rope import RopeTable, rotate
+from tp_runtime.ops.rope import RopeTable
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from tp_runtime.group import TpGroup
@@ -33,13 +32,10 @@ class LlamaLayer:
     __slots__ = (
         "_down",
         "_gate_up",
-        "_head_dim",
         "_index",
         "_input_norm",
-        "_kv_heads",
         "_output",
         "_post_norm",
-        "_q_heads",
         "_qk_norm",
         "_qkv",
     )
@@ -50,23 +46,16 @@ class LlamaLayer:
         weights: LayerWeights,
         *,
         config: ModelConfig,
-        partition: Partition,
         group: TpGroup,
     ) -> None:
         self._index = index
-        self._head_dim = config.head_dim
-        self._q_heads = partition.q_heads.width
-        self._kv_heads = partition.kv_heads.width
         self._input_norm = RmsNorm(weights.input_norm, config.rms_norm_eps)
         self._qkv = ColumnParallelLinear(weights.qkv, weights.qkv_bias)
-        self._qk_norm: RmsNorm | None = None
+        self._qk_norm: QkNorm | None = None
         if weights.q_norm is not None and weights.k_norm is not None:
-            # one weight per head, so that q and k are normalised together: [q + kv heads, head_dim]
-            per_head = [
-                weights.q_norm.expand(self._q_heads, -1),
-                weights.k_norm.expand(self._kv_heads, -1),
-            ]
-            self._qk_norm = RmsNorm(torch.cat(per_head), config.rms_norm_eps)
+            self._qk_norm = QkNorm(
+                q_weight=weights.q_norm, k_weight=weights.k_norm, eps=config.rms_norm_eps
+            )
         self._output = RowParallelLinear(weights.output, group)
         self._post_norm = RmsNorm(weights.post_norm, config.rms_norm_eps)
         self._gate_up = ColumnParallelLinear(weights.gate_up)
@@ -74,16 +63,9 @@ class LlamaLayer:
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """The residual stream [tokens, hidden] after this layer."""
-        tokens = x.shape[0]
-        rotated_heads = self._q_heads + self._kv_heads
         qkv = self._qkv(self._input_norm(x))
-        heads = qkv.view(tokens, rotated_heads + self._kv_heads, self._head_dim)
-        qk, v = heads[:, :rotated_heads], heads[:, rotated_heads:]
-        if self._qk_norm is not None:
-            qk = self._qk_norm(qk)
-        qk = rotate(qk, cos, sin)
-        attended = attention(self._index, qk[:, : self._q_heads], qk[:, self._q_heads :], v)
-        x = self._output(attended.reshape(tokens, self._q_heads * self._head_dim), x)
+        attended = attention.rotated(self._index, qkv, cos, sin, self._qk_norm)
+        x = self._output(attended.flatten(1), x)
         gate_up = self._gate_up(self._post_norm(x))
         return self._down(silu_and_mul(gate_up), x)
 
@@ -115,7 +97,7 @@ class LlamaModel:
         embedding = Matrix(reader.embedding(), multiplied=config.tied_head)
         self._embedding = VocabParallelEmbedding(embedding, partition.vocab, group)
         self._layers = [
-            LlamaLayer(index, reader.layer(index), config=config, partition=partition, group=group)
+            LlamaLayer(index, reader.layer(index), config=config, group=group)
             for index in range(config.num_layers)
         ]
         self._final_norm = RmsNorm(reader.final_norm(), config.rms_norm_eps)
