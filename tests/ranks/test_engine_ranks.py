@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.shrunk import shrunk_model
 from tp_runtime.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -54,11 +55,12 @@ def random_requests(seed: int, count: int) -> list[tuple[list[int], dict[str, An
     return requests
 
 
-def replay() -> dict[str, Any]:
+def replay(device: str = "cpu", requests: int = 200) -> dict[str, Any]:
     """Serve random requests with two steps in flight, then run the same plans one by one.
 
     Runs on each rank. Both runs use the same model; everything that a step leaves behind is
-    compared: sampled tokens, lengths, last tokens, and the whole cache.
+    compared: sampled tokens, lengths, last tokens, and the whole cache. On a GPU the model is one
+    whose heads the kernels take, in bfloat16.
     """
     import torch
 
@@ -75,9 +77,14 @@ def replay() -> dict[str, Any]:
         "prefill_chunk_tokens": 48,
         "decode_buckets": (1, 4, 8),
     }
-    recorded: list[tuple[Any, list[int] | None]] = []
-    with TpGroup.create(info, device=torch.device("cpu"), timeout_s=60) as group:
-        model = load_model("random:tiny", group=group, dtype=torch.float32).model
+    recorded: list[tuple[Any, Any]] = []
+    place = torch.device(device) if device == "cpu" else torch.device(device, info.local_rank)
+    with TpGroup.create(info, device=place, timeout_s=60) as group:
+        if device == "cpu":
+            model = load_model("random:tiny", group=group, dtype=torch.float32).model
+        else:
+            torch.cuda.set_device(place)
+            model = shrunk_model("llama-3-8b", group=group, dtype=torch.bfloat16)
         finished: dict[str, str | None] = {}
         with Engine(
             RuntimeConfig(async_decode=True, **settings),
@@ -90,7 +97,7 @@ def replay() -> dict[str, Any]:
             if group.rank > 0:
                 engine.serve_peer()
             else:
-                waiting = random_requests(1, 200)
+                waiting = random_requests(1, requests)
                 while waiting or engine.unfinished:
                     for prompt, sampling in waiting[: rng.randint(0, 3)]:
                         engine.add_request(prompt, SamplingParams(**sampling))
@@ -111,7 +118,8 @@ def replay() -> dict[str, Any]:
             runner = engine._started()[0].runner
             for plan, tokens in recorded:
                 again = runner.run(plan)
-                assert (None if again is None else again.tolist()) == tokens, plan
+                assert (again is None) == (tokens is None), plan
+                assert again is None or torch.equal(again, tokens), plan
             for name, before in first.items():
                 assert torch.equal(leftovers(runner)[name], before), name
     result: dict[str, Any] = {"steps": len(recorded)}
@@ -127,13 +135,13 @@ def replay() -> dict[str, Any]:
     return result
 
 
-def record(runner: Any, recorded: list[tuple[Any, list[int] | None]]) -> None:
+def record(runner: Any, recorded: list[tuple[Any, Any]]) -> None:
     run: Callable[[Any], Any] = runner.run
 
     def recording(plan: Any) -> Any:
         tokens = run(plan)
         if plan.kind.name != "STOP":  # only the peers run it
-            recorded.append((plan, None if tokens is None else tokens.tolist()))
+            recorded.append((plan, None if tokens is None else tokens.clone()))
         return tokens
 
     runner.run = recording
