@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from tp_runtime.attention import KvCache
+from tp_runtime.device_state import DeviceState
 from tp_runtime.models.base import ModelShape
 from tp_runtime.ops.norm import rms_norm
 from tp_runtime.ops.rope import RopeTable, rotate
 from tp_runtime.ops.rope_append import first_rows, rope_append
+from tp_runtime.ops.step_state import begin_step, end_step
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE = 6, 2, 8, 4
 CPU = torch.device("cpu")
@@ -72,3 +74,57 @@ def test_rope_append_says_what_does_not_fit() -> None:
         rope_append(qkv.double(), cos, sin, rows, k, v)
     with pytest.raises(ValueError, match="v_cache"):
         rope_append(qkv, cos, sin, rows, k, v[:1])
+
+
+def state() -> DeviceState:
+    """Four slots and the dummy, with lengths at both sides of a page's border."""
+    s = DeviceState(slots=4, table_width=5, pages_per_block=1, device=CPU)
+    s.length[:4] = torch.tensor([0, PAGE - 1, PAGE, 5 * PAGE - 1])
+    s.last_token[:4] = torch.tensor([5, 6, 7, 8])
+    s.block_table[:4] = torch.arange(1, 21, dtype=torch.int32).view(4, 5)
+    s.temperature[:4] = torch.tensor([0.0, 0.5, 1.0, 2.0])
+    s.seed[:4] = torch.tensor([2**62, 1, 2, 3])
+    s.top_k[:4] = torch.tensor([0, 9, 0, 40])
+    s.top_p[:4] = torch.tensor([1.0, 0.9, 0.8, 0.7])
+    s.min_p[:4] = torch.tensor([0.0, 0.1, 0.2, 0.3])
+    return s
+
+
+def test_begin_step_gathers_by_slot() -> None:
+    s, slots = state(), torch.tensor([3, 1, 2, 0, 4, 4])
+    table = rope()
+    everything = torch.arange(64)
+    cos_table, sin_table = (t.view(64, HEAD_DIM) for t in table.at(everything))
+    got = begin_step(
+        slots, s, kv_heads=KV_HEADS, page_size=PAGE, cos_table=cos_table, sin_table=sin_table
+    )
+    lengths = [5 * PAGE - 1, PAGE - 1, PAGE, 0, 0, 0]
+    assert got.positions.tolist() == lengths
+    assert got.next_positions.tolist() == [n + 1 for n in lengths]
+    assert got.kv_lens.tolist() == [n + 1 for n in lengths]
+    assert got.kv_lens.dtype == torch.int32
+    assert got.token_ids.tolist() == [8, 6, 7, 5, 0, 0]
+    assert torch.equal(got.block_table, s.block_table[slots])
+    pages = torch.tensor([20, 6, 12, 1, 0, 0])
+    expected = cache().rows_of(pages, got.positions)[::KV_HEADS]
+    assert torch.equal(got.cache_rows, expected)
+    for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
+        assert torch.equal(getattr(got, name), getattr(s, name)[slots])
+    cos, sin = table.at(got.positions)
+    assert got.cos is not None
+    assert got.sin is not None
+    assert torch.equal(got.cos, cos[:, 0])
+    assert torch.equal(got.sin, sin[:, 0])
+    assert begin_step(slots, s, kv_heads=KV_HEADS, page_size=PAGE).cos is None
+    with pytest.raises(ValueError, match="both"):
+        begin_step(slots, s, kv_heads=KV_HEADS, page_size=PAGE, cos_table=cos_table)
+
+
+def test_end_step_advances_all_but_the_dummy() -> None:
+    s = state()
+    before = s.length.clone()
+    end_step(torch.tensor([2, 4, 0, 4]), torch.tensor([70, 71, -1, 72]), s)
+    assert s.last_token.tolist() == [0, 6, 70, 8, 0]
+    assert (s.length - before).tolist() == [1, 0, 1, 0, 0]
+    with pytest.raises(ValueError, match="tokens: expected"):
+        end_step(torch.tensor([2]), torch.tensor([1, 2]), s)
