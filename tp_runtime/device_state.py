@@ -15,10 +15,10 @@ import torch
 from tp_runtime.errors import ProtocolError
 from tp_runtime.ops.sampling import SamplerMode, mode_of
 from tp_runtime.pages import DUMMY_BLOCK
+from tp_runtime.uploads import Uploader
 
 if TYPE_CHECKING:
     from tp_runtime.step_plan import StepPlan
-    from tp_runtime.uploads import Uploader
 
 
 class DeviceState:
@@ -29,17 +29,12 @@ class DeviceState:
         length: int64 [S], tokens in the cache.
         block_table: int32 [S, W], kernel pages; entries beyond the length are the dummy's.
         temperature, top_p, min_p: float32 [S].  top_k, seed: int64 [S].
+        uploads: for what else a step sends to this device.
         host_length: the mirror of `length` as the next step will find it, int64 [S].
     """
 
     def __init__(
-        self,
-        *,
-        slots: int,
-        table_width: int,
-        pages_per_block: int,
-        device: torch.device,
-        uploads: Uploader,
+        self, *, slots: int, table_width: int, pages_per_block: int, device: torch.device
     ) -> None:
         size = slots + 1
         self.slots = slots
@@ -58,7 +53,7 @@ class DeviceState:
         self._pages_per_block = pages_per_block
         self._page_offsets = np.arange(pages_per_block, dtype=np.int64)
         self._flat_table = self.block_table.view(-1)
-        self._uploads = uploads
+        self.uploads = Uploader(device)
         self._rows: tuple[int, ...] = ()
 
     def apply(self, plan: StepPlan) -> tuple[int, ...]:
@@ -120,7 +115,7 @@ class DeviceState:
         admits = plan.admits
         sampling = [admit.sampling for admit in admits]
         slots = np.array([admit.slot for admit in admits], dtype=np.int64)
-        index, integers, floats = self._uploads.send(
+        index, integers, floats = self.uploads.send(
             slots,
             np.array([[s.top_k for s in sampling], [a.seed for a in admits]], dtype=np.int64),
             np.array([[s.temperature, s.top_p, s.min_p] for s in sampling], dtype=np.float32).T,
@@ -144,5 +139,5 @@ class DeviceState:
         first = entries[:, 0] * self.block_table.shape[1] + entries[:, 1] * self._pages_per_block
         where = first[:, None] + self._page_offsets
         pages = entries[:, 2:3] * self._pages_per_block + self._page_offsets
-        index, values = self._uploads.send(where.ravel(), pages.ravel().astype(np.int32))
+        index, values = self.uploads.send(where.ravel(), pages.ravel().astype(np.int32))
         self._flat_table.index_copy_(0, index, values)

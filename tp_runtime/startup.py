@@ -34,7 +34,7 @@ from tp_runtime.selection import (
 )
 from tp_runtime.sizing import Sizes, resolve_sizes
 from tp_runtime.step_runner import StepRunner
-from tp_runtime.uploads import Uploader
+from tp_runtime.tuning import tune
 
 if TYPE_CHECKING:
     from tp_runtime.broadcast import WaitMode
@@ -199,6 +199,15 @@ def build_rank(
     sizes = share_sizes(config, channel, group, model)
     shape = decode_shape(model.shape, sizes)
     decision = plan_backends(config, channel, group, shape, sizes, progress)
+    products = tune(
+        model,
+        channel,
+        group,
+        most_rows=max(sizes.buckets),
+        measured=config.enable_dynamic_decode_backend,
+        timeout_s=config.join_timeout_s,
+        progress=lambda done, total: progress("products", done, total),
+    )
     with torch.inference_mode():
         cache = KvCache(
             model.shape,
@@ -206,13 +215,11 @@ def build_rank(
             page_size=sizes.page_size,
             device=group.device,
         )
-        uploads = Uploader(group.device)
         state = DeviceState(
             slots=sizes.slots,
             table_width=sizes.table_width,
             pages_per_block=sizes.pages_per_block,
             device=group.device,
-            uploads=uploads,
         )
         runner = StepRunner(
             model=model,
@@ -223,7 +230,7 @@ def build_rank(
             backends=BackendSet(shape, group.device),
             buckets=sizes.buckets,
             times=times,
-            uploads=uploads,
+            products=products,
         )
     return RankRuntime(sizes=sizes, decision=decision, runner=runner)
 

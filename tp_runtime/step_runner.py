@@ -19,6 +19,7 @@ from tp_runtime.attention import DecodeRows, PromptChunk, StepAttention
 from tp_runtime.errors import CaptureError, ProtocolError
 from tp_runtime.graphs import DecodeGraphs
 from tp_runtime.ops.sampling import SamplerMode, gather_vocab_sizes, sample
+from tp_runtime.ops.step_state import begin_step, end_step
 from tp_runtime.selection import DecodeStep, prepare_decode_backend
 from tp_runtime.step_plan import StepKind
 from tp_runtime.step_times import Phase, StepTimes
@@ -33,10 +34,11 @@ if TYPE_CHECKING:
     from tp_runtime.device_times import DeviceTimes
     from tp_runtime.graphs import CaptureReport
     from tp_runtime.group import TpGroup
+    from tp_runtime.layers.products import ProductPlan
     from tp_runtime.models.base import DecodeModel
+    from tp_runtime.ops.step_state import StepRows
     from tp_runtime.selection import BackendPlan, BackendSet, DecodeBackend
     from tp_runtime.step_plan import StepPlan
-    from tp_runtime.uploads import Uploader
 
 SAMPLERS = len(SamplerMode)
 
@@ -58,6 +60,18 @@ class Batch:
     index: np.ndarray[tuple[int], np.dtype[np.int64]]
     slots: Tensor
     mode: SamplerMode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRows:
+    """How the rows of a step with prompts are sampled; the fields are those of `StepRows`."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    next_positions: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +99,7 @@ class StepRunner:
         backends: BackendSet,
         buckets: Sequence[int],
         times: StepTimes,
-        uploads: Uploader,
+        products: ProductPlan | None = None,
     ) -> None:
         self._model = model
         self._group = group
@@ -94,7 +108,7 @@ class StepRunner:
         self._plan = plan
         self._backends = backends
         self._times = times
-        self._uploads = uploads
+        self._products = "-" if products is None else products.digest[:16]
         self._slots = torch.full(
             (max(buckets),), state.dummy_slot, dtype=torch.int64, device=state.device
         )
@@ -201,7 +215,7 @@ class StepRunner:
         """The batch of these slots; the one of the step before where they are the same."""
         if self._batch is None or self._batch.rows is not rows:
             index = np.array(rows, dtype=np.int64)
-            (slots,) = self._uploads.send(index)
+            (slots,) = self._state.uploads.send(index)
             self._batch = Batch(
                 rows=rows,
                 index=index,
@@ -252,31 +266,24 @@ class StepRunner:
             "backend": backend,
             "sampler": SamplerMode(variant % SAMPLERS).name,
             "table_width": self._state.block_table.shape[1],
+            "products": self._products,
         }
 
     def _decode_rows(self, slots: Tensor, backend: DecodeBackend, mode: SamplerMode) -> Tensor:
         """One token for each slot; rows of the dummy slot change nothing that is ever read."""
         state = self._state
-        positions = state.length[slots]
-        decode, cache_rows = self._decode_part(slots, positions, backend)
-        attention = StepAttention(self._cache, cache_rows=cache_rows, decode=decode)
-        hidden = self._model.forward(state.last_token[slots], positions, attention)
-        tokens = self._sample(hidden, slots, positions + 1, mode)
-        valid = (slots != state.dummy_slot).to(torch.int64)
-        state.last_token[slots] = tokens.clamp(min=0)  # a row without a token is failed later
-        state.length.index_add_(0, slots, valid)
+        rows, decode = self._decode_part(slots, backend)
+        attention = StepAttention(self._cache, cache_rows=rows.cache_rows, decode=decode)
+        hidden = self._model.forward(rows.token_ids, rows.positions, attention)
+        tokens = self._sample(hidden, rows, mode)
+        end_step(slots, tokens, state)
         return tokens
 
-    def _decode_part(
-        self, slots: Tensor, positions: Tensor, backend: DecodeBackend
-    ) -> tuple[DecodeRows, Tensor]:
-        table = self._state.block_table[slots]
-        columns = (positions // self._cache.page_size)[:, None]
-        pages = table.gather(1, columns)[:, 0]
-        decode = DecodeRows(
-            backend=backend, block_table=table, kv_lens=(positions + 1).to(torch.int32)
-        )
-        return decode, self._cache.rows_of(pages, positions)
+    def _decode_part(self, slots: Tensor, backend: DecodeBackend) -> tuple[StepRows, DecodeRows]:
+        cache = self._cache
+        rows = begin_step(slots, self._state, kv_heads=cache.kv_heads, page_size=cache.page_size)
+        decode = DecodeRows(backend=backend, block_table=rows.block_table, kv_lens=rows.kv_lens)
+        return rows, decode
 
     def _mixed(self, plan: StepPlan, rows: tuple[int, ...]) -> Tensor | None:
         """Decode rows, if any, and prompt chunks in one forward pass."""
@@ -289,15 +296,14 @@ class StepRunner:
                 batch = self._batch_of(rows)
                 step = self._decode_step(batch, None, 0)
                 backend = prepare_decode_backend(self._plan, step, backends=self._backends)
-                slots = batch.slots
-                positions.append(state.length[slots])
-                tokens.append(state.last_token[slots])
-                decode, written = self._decode_part(slots, positions[0], backend)
-                cache_rows.append(written)
+                decoding, decode = self._decode_part(batch.slots, backend)
+                positions.append(decoding.positions)
+                tokens.append(decoding.token_ids)
+                cache_rows.append(decoding.cache_rows)
             else:
                 self._prefill_steps += 1
             chunks, last_rows, total = [], [], len(rows)
-            prompt_tokens = self._uploads.send(
+            prompt_tokens = self._state.uploads.send(
                 *(chunk.token_ids.astype(np.int64) for chunk in plan.chunks)
             )
             tokens.extend(prompt_tokens)
@@ -321,7 +327,7 @@ class StepRunner:
             sampled = self._sample_mixed(plan, rows, last_rows, hidden, where)
         if rows:
             state.advance_host(batch.index)
-            state.length[slots] += 1
+            state.length.index_add_(0, batch.slots, torch.ones_like(batch.slots))
         for chunk in plan.chunks:
             state.length[chunk.slot] = chunk.end
             state.host_length[chunk.slot] = chunk.end
@@ -338,29 +344,34 @@ class StepRunner:
         sampling = (*rows, *(chunk.slot for chunk in plan.chunks if chunk.samples))
         if not sampling:
             return None
-        slots, picked = self._uploads.send(
+        slots, picked = self._state.uploads.send(
             np.array(sampling, dtype=np.int64),
             np.array([*range(len(rows)), *last_rows], dtype=np.int64),
         )
-        mode = self._state.sampler_mode(sampling)
-        tokens = self._sample(hidden[picked], slots, positions[picked] + 1, mode)
-        self._state.last_token[slots] = tokens.clamp(min=0)
-        return tokens
-
-    def _sample(
-        self, hidden: Tensor, slots: Tensor, positions: Tensor, mode: SamplerMode
-    ) -> Tensor:
-        """Draw the tokens that stand at `positions`; equal on every rank."""
         state = self._state
-        return sample(
-            self._model.logits(hidden),
-            vocab_start=self._model.shape.vocab_start,
+        asked = SampledRows(
             temperature=state.temperature[slots],
             top_k=state.top_k[slots],
             top_p=state.top_p[slots],
             min_p=state.min_p[slots],
             seed=state.seed[slots],
-            position=positions,
+            next_positions=positions[picked] + 1,
+        )
+        tokens = self._sample(hidden[picked], asked, state.sampler_mode(sampling))
+        state.last_token[slots] = tokens.clamp(min=0)
+        return tokens
+
+    def _sample(self, hidden: Tensor, rows: StepRows | SampledRows, mode: SamplerMode) -> Tensor:
+        """Draw the tokens that stand at the rows' next positions; equal on every rank."""
+        return sample(
+            self._model.logits(hidden),
+            vocab_start=self._model.shape.vocab_start,
+            temperature=rows.temperature,
+            top_k=rows.top_k,
+            top_p=rows.top_p,
+            min_p=rows.min_p,
+            seed=rows.seed,
+            position=rows.next_positions,
             mode=mode,
             group=self._group,
             vocab_sizes=self._vocab_sizes,

@@ -9,12 +9,10 @@ from tp_runtime.errors import ProtocolError
 from tp_runtime.ops.sampling import SamplerMode
 from tp_runtime.sampling import SamplingParams
 from tp_runtime.step_plan import Admit, Chunk, StepKind, StepPlan
-from tp_runtime.uploads import Uploader
 
 
 def state() -> DeviceState:
-    cpu = torch.device("cpu")
-    return DeviceState(slots=4, table_width=6, pages_per_block=2, device=cpu, uploads=Uploader(cpu))
+    return DeviceState(slots=4, table_width=6, pages_per_block=2, device=torch.device("cpu"))
 
 
 def admit(slot: int, **sampling: float) -> Admit:

@@ -76,12 +76,13 @@ def test_column_then_row_parallel_is_the_whole_block(size: int) -> None:
     torch.manual_seed(2)
     up, down = torch.randn(24, 10), torch.randn(10, 24)
     bias, x, residual = torch.randn(24), torch.randn(4, 10), torch.randn(4, 10)
-    expected = residual + F.linear(F.linear(x, up, bias).relu(), down)
+    norm = RmsNorm(torch.rand(10), 1e-6)
+    expected = residual + F.linear(F.linear(norm(x), up, bias).relu(), down)
     width = 24 // size
 
     def body(group: TpGroup) -> torch.Tensor:
         part = slice(group.rank * width, (group.rank + 1) * width)
-        inner = ColumnParallelLinear(up[part], bias[part].clone())(x).relu()
+        inner = ColumnParallelLinear(norm, up[part], bias[part].clone())(x).relu()
         return RowParallelLinear(down[:, part], group)(inner, residual)
 
     outputs = on_ranks(size, body)
@@ -96,6 +97,7 @@ def test_vocabulary_ends(vocab_size: int, size: int) -> None:
     weight = torch.randn(vocab_size, 6)
     ids = torch.arange(vocab_size).flip(0)
     hidden = torch.randn(5, 6)
+    norm = RmsNorm(torch.rand(6), 1e-6)
 
     def body(group: TpGroup) -> tuple[VocabSlice, torch.Tensor, torch.Tensor]:
         vocab = VocabSlice.of(vocab_size, rank=group.rank, size=group.size)
@@ -103,13 +105,13 @@ def test_vocabulary_ends(vocab_size: int, size: int) -> None:
         part[: vocab.real] = weight[vocab.start : vocab.start + vocab.real]
         matrix = Matrix(part)
         rows = VocabParallelEmbedding(matrix, vocab, group)(ids)
-        return vocab, rows, VocabParallelHead(matrix, vocab)(hidden)
+        return vocab, rows, VocabParallelHead(norm, matrix, vocab)(hidden)
 
     results = on_ranks(size, body)
     for _, rows, _ in results:
         assert torch.equal(rows, weight[ids])
     logits = torch.cat([part for _, _, part in results], 1)
-    torch.testing.assert_close(logits[:, :vocab_size], F.linear(hidden, weight))
+    torch.testing.assert_close(logits[:, :vocab_size], F.linear(norm(hidden), weight))
     assert bool((logits[:, vocab_size:] == float("-inf")).all())
     slices = [vocab for vocab, _, _ in results]
     assert slices[0].start == 0

@@ -12,10 +12,21 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from tp_runtime.layers.products import NO_CONFIGS, Configs, Product, ProductPlan, config_for
+from tp_runtime.ops.activation import silu_and_mul
+from tp_runtime.ops.skinny import (
+    SkinnyOp,
+    skinny_linear,
+    skinny_linear_residual,
+    skinny_norm_gate_up,
+    skinny_norm_linear,
+)
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tp_runtime.group import TpGroup
+    from tp_runtime.ops.norm import RmsNorm
 
 # A product with 4 or more rows makes BLAS copy the whole matrix into its own order first. Copied
 # in slices of this many columns it stays in cache: a vocabulary head of 16 rows takes 20 % less.
@@ -44,6 +55,11 @@ class Matrix:
     @property
     def nbytes(self) -> int:
         return self._storage.nbytes
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], contiguous on a GPU."""
+        return self._storage.t() if self._transposed else self._storage
 
     def rows(self, index: Tensor) -> Tensor:
         """Rows of the [out, in] matrix, for an embedding that shares its memory with a head.
@@ -81,23 +97,74 @@ class Matrix:
 
 
 class ColumnParallelLinear:
-    """Each rank has some output columns; no communication.
+    """The norm before it, and each rank's output columns; no communication.
 
     Args:
-        weight: this rank's [out / size, in]; projections may be stacked (fused qkv, gate_up).
+        norm: of the input.
+        weight: this rank's [out / size, in]; projections may be stacked (fused qkv).
         bias: [out / size] or None.
     """
 
-    __slots__ = ("bias", "matrix")
+    __slots__ = ("_configs", "_matrix", "_norm", "bias", "product")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.matrix = Matrix(weight)
+    def __init__(self, norm: RmsNorm, weight: Tensor | Matrix, bias: Tensor | None = None) -> None:
+        self._norm = norm
+        self._matrix = weight if isinstance(weight, Matrix) else Matrix(weight)
         self.bias = bias
+        self.product = Product(
+            op=SkinnyOp.NORM_LINEAR,
+            n=self._matrix.out_features,
+            k=self._matrix.in_features,
+            bias=bias is not None,
+        )
+        self._configs: Configs = NO_CONFIGS
+
+    def use_products(self, plan: ProductPlan) -> None:
+        self._configs = plan.configs(self.product)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[tokens, in] -> [tokens, out / size]."""
-        out = self.matrix.multiply(x)
+        config = config_for(self._configs, x.shape[0])
+        if config is not None:
+            norm = self._norm
+            return skinny_norm_linear(
+                x, norm.weight, norm.eps, self._matrix.weight, self.bias, config=config
+            )
+        out = self._matrix.multiply(self._norm(x))
         return out if self.bias is None else out.add_(self.bias)
+
+
+class GatedLinear:
+    """The norm before it, gate and up projections, and the activation; no communication.
+
+    Args:
+        norm: of the input.
+        weight: this rank's [2 * inner / size, in], rows of gate before those of up.
+    """
+
+    __slots__ = ("_configs", "_matrix", "_norm", "product")
+
+    def __init__(self, norm: RmsNorm, weight: Tensor) -> None:
+        self._norm = norm
+        self._matrix = Matrix(weight)
+        self.product = Product(
+            op=SkinnyOp.NORM_GATE_UP,
+            n=self._matrix.out_features // 2,
+            k=self._matrix.in_features,
+        )
+        self._configs: Configs = NO_CONFIGS
+
+    def use_products(self, plan: ProductPlan) -> None:
+        self._configs = plan.configs(self.product)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[tokens, in] -> [tokens, inner / size]."""
+        config = config_for(self._configs, x.shape[0])
+        if config is None:
+            return silu_and_mul(self._matrix.multiply(self._norm(x)))
+        return skinny_norm_gate_up(
+            x, self._norm.weight, self._norm.eps, self._matrix.weight, config=config
+        )
 
 
 class RowParallelLinear:
@@ -111,12 +178,19 @@ class RowParallelLinear:
         group: sums the partial results.
     """
 
-    __slots__ = ("_adds_residual", "_group", "matrix")
+    __slots__ = ("_adds_residual", "_configs", "_group", "_matrix", "product")
 
     def __init__(self, weight: Tensor, group: TpGroup) -> None:
-        self.matrix = Matrix(weight)
+        self._matrix = Matrix(weight)
         self._group = group
         self._adds_residual = group.rank == 0
+        self.product = Product(
+            op=SkinnyOp.LINEAR_RESIDUAL, n=self._matrix.out_features, k=self._matrix.in_features
+        )
+        self._configs: Configs = NO_CONFIGS
+
+    def use_products(self, plan: ProductPlan) -> None:
+        self._configs = plan.configs(self.product)
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + sum over ranks of x @ weight.T.
@@ -128,8 +202,13 @@ class RowParallelLinear:
         Returns:
             [tokens, out], equal on every rank.
         """
-        if self._adds_residual:
-            out = self.matrix.multiply_add(x, residual)
+        config = config_for(self._configs, x.shape[0])
+        matrix = self._matrix
+        if config is None:
+            add = self._adds_residual
+            out = matrix.multiply_add(x, residual) if add else matrix.multiply(x)
+        elif self._adds_residual:
+            out = skinny_linear_residual(x, matrix.weight, residual, config=config)
         else:
-            out = self.matrix.multiply(x)
+            out = skinny_linear(x, matrix.weight, config=config)
         return out if self._group.size == 1 else self._group.all_reduce(out)

@@ -9,11 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tp_runtime.layers.linear import ColumnParallelLinear
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tp_runtime.group import TpGroup
     from tp_runtime.layers.linear import Matrix
+    from tp_runtime.ops.norm import RmsNorm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,22 +69,23 @@ class VocabParallelEmbedding:
 
 
 class VocabParallelHead:
-    """Logits of this rank's slice of the vocabulary.
+    """The final norm, and logits of this rank's slice of the vocabulary.
 
     Args:
+        norm: of the input.
         matrix: this rank's [slice.width, hidden]; may be the embedding's own (tied weights).
         vocab: which ids its rows are.
     """
 
-    __slots__ = ("_matrix", "_vocab")
+    __slots__ = ("_vocab", "linear")
 
-    def __init__(self, matrix: Matrix, vocab: VocabSlice) -> None:
-        self._matrix = matrix
+    def __init__(self, norm: RmsNorm, matrix: Matrix, vocab: VocabSlice) -> None:
+        self.linear = ColumnParallelLinear(norm, matrix)
         self._vocab = vocab
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, slice.width] float32; ids that do not exist are -inf."""
-        logits = self._matrix.multiply(hidden).float()
+        """[rows, hidden] -> [rows, slice.width]; ids that do not exist are -inf."""
+        logits = self.linear(hidden)
         if self._vocab.real < self._vocab.width:
             logits[:, self._vocab.real :] = float("-inf")
         return logits

@@ -85,10 +85,11 @@ class DecodeModel(Protocol):
             token_ids: [tokens] int64.  positions: [tokens] int64.
 
         Returns:
-            Hidden states after the final norm, [tokens, hidden], equal on every rank.
+            What `logits` takes for the rows that sample, [tokens, hidden], equal on every rank.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """This rank's vocabulary slice, [rows, vocab_end - vocab_start], float32 preferred."""
+        """This rank's vocabulary slice of some rows of what `forward` gave: [rows, hidden] ->
+        [rows, vocab_end - vocab_start], in any floating dtype."""
         ...

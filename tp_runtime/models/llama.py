@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tp_runtime.layers.linear import ColumnParallelLinear, Matrix, RowParallelLinear
+from tp_runtime.layers.linear import (
+    ColumnParallelLinear,
+    GatedLinear,
+    Matrix,
+    RowParallelLinear,
+)
 from tp_runtime.layers.vocab import VocabParallelEmbedding, VocabParallelHead
 from tp_runtime.models.base import ModelShape, QkNorm
-from tp_runtime.ops.activation import silu_and_mul
 from tp_runtime.ops.norm import RmsNorm
 from tp_runtime.ops.rope import RopeTable
 
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tp_runtime.group import TpGroup
+    from tp_runtime.layers.products import Product, ProductPlan
     from tp_runtime.models.base import Attention
     from tp_runtime.models.config import ModelConfig
     from tp_runtime.models.partition import Partition
@@ -33,9 +38,7 @@ class LlamaLayer:
         "_down",
         "_gate_up",
         "_index",
-        "_input_norm",
         "_output",
-        "_post_norm",
         "_qk_norm",
         "_qkv",
     )
@@ -49,25 +52,30 @@ class LlamaLayer:
         group: TpGroup,
     ) -> None:
         self._index = index
-        self._input_norm = RmsNorm(weights.input_norm, config.rms_norm_eps)
-        self._qkv = ColumnParallelLinear(weights.qkv, weights.qkv_bias)
+        input_norm = RmsNorm(weights.input_norm, config.rms_norm_eps)
+        self._qkv = ColumnParallelLinear(input_norm, weights.qkv, weights.qkv_bias)
         self._qk_norm: QkNorm | None = None
         if weights.q_norm is not None and weights.k_norm is not None:
             self._qk_norm = QkNorm(
                 q_weight=weights.q_norm, k_weight=weights.k_norm, eps=config.rms_norm_eps
             )
         self._output = RowParallelLinear(weights.output, group)
-        self._post_norm = RmsNorm(weights.post_norm, config.rms_norm_eps)
-        self._gate_up = ColumnParallelLinear(weights.gate_up)
+        post_norm = RmsNorm(weights.post_norm, config.rms_norm_eps)
+        self._gate_up = GatedLinear(post_norm, weights.gate_up)
         self._down = RowParallelLinear(weights.down, group)
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         """The residual stream [tokens, hidden] after this layer."""
-        qkv = self._qkv(self._input_norm(x))
-        attended = attention.rotated(self._index, qkv, cos, sin, self._qk_norm)
+        attended = attention.rotated(self._index, self._qkv(x), cos, sin, self._qk_norm)
         x = self._output(attended.flatten(1), x)
-        gate_up = self._gate_up(self._post_norm(x))
-        return self._down(silu_and_mul(gate_up), x)
+        return self._down(self._gate_up(x), x)
+
+    @property
+    def linears(
+        self,
+    ) -> tuple[ColumnParallelLinear, RowParallelLinear, GatedLinear, RowParallelLinear]:
+        """In the order of their use."""
+        return self._qkv, self._output, self._gate_up, self._down
 
 
 class LlamaModel:
@@ -100,9 +108,9 @@ class LlamaModel:
             LlamaLayer(index, reader.layer(index), config=config, group=group)
             for index in range(config.num_layers)
         ]
-        self._final_norm = RmsNorm(reader.final_norm(), config.rms_norm_eps)
+        final_norm = RmsNorm(reader.final_norm(), config.rms_norm_eps)
         head = embedding if config.tied_head else Matrix(reader.head())
-        self._head = VocabParallelHead(head, partition.vocab)
+        self._head = VocabParallelHead(final_norm, head, partition.vocab)
         self._rope = RopeTable(
             config.head_dim,
             theta=config.rope_theta,
@@ -134,8 +142,21 @@ class LlamaModel:
         cos, sin = self._rope.at(positions)
         for layer in self._layers:
             x = layer(x, cos, sin, attention)
-        return self._final_norm(x)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `DecodeModel.logits`: [rows, hidden] -> [rows, vocab_end - vocab_start] float32."""
+        """See `DecodeModel.logits`: [rows, hidden] -> [rows, vocab_end - vocab_start]."""
         return self._head(hidden)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """See `TunedModel`; all layers make the same ones."""
+        linears = (*self._layers[0].linears, self._head.linear)
+        return tuple(dict.fromkeys(linear.product for linear in linears))
+
+    def use_products(self, plan: ProductPlan) -> None:
+        """See `TunedModel`."""
+        for layer in self._layers:
+            for linear in layer.linears:
+                linear.use_products(plan)
+        self._head.linear.use_products(plan)

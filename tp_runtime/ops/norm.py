@@ -42,12 +42,12 @@ class RmsNorm:
         eps: added to the mean square.
     """
 
-    __slots__ = ("_eps", "_floor", "_folded", "_weight")
+    __slots__ = ("_floor", "_folded", "eps", "weight")
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         root = float(weight.shape[-1]) ** 0.5
-        self._eps = eps
-        self._weight = weight
+        self.eps = eps
+        self.weight = weight
         self._folded = None
         if weight.device.type == "cpu" and weight.dtype == torch.float32:
             self._folded = weight * root
@@ -56,6 +56,6 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """[..., n] -> [..., n]."""
         if self._folded is None:
-            return rms_norm(x, self._weight, self._eps)
+            return rms_norm(x, self.weight, self.eps)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return torch.mul(x, self._folded).div_(torch.hypot(norm, self._floor))

@@ -137,3 +137,11 @@ def candidates(
         for config in (replace(each, dependent_launch=dependent_launch) for each in listed)
         if refusal(op, rows=rows, n=n, k=k, dtype=torch.bfloat16, config=config) is None
     ]
+
+
+def usual(op: SkinnyOp, *, rows: int, n: int, k: int, dtype: torch.dtype) -> SkinnyConfig | None:
+    """The configuration for a shape that was not measured; None: as torch does."""
+    for config in candidates(op, rows=rows, n=n, k=k):
+        if refusal(op, rows=rows, n=n, k=k, dtype=dtype, config=config) is None:
+            return config
+    return None

@@ -1,0 +1,118 @@
+"""Chooses how a model's products run: on rank 0, for every rank.
+
+Without the dynamic selection a table of what was measured on an H200 decides, so that nothing is
+measured at a start; with it every candidate is timed on rank 0's device.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from tp_runtime.errors import PlanFormatError, PlanMismatch
+from tp_runtime.layers.products import Product, ProductPlan, TunedModel
+from tp_runtime.ops.kernels import runs_kernels
+from tp_runtime.ops.skinny_config import SkinnyConfig, usual
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from tp_runtime.broadcast import CpuTpBroadcaster
+    from tp_runtime.group import TpGroup
+    from tp_runtime.models.base import DecodeModel
+
+log = logging.getLogger(__name__)
+
+
+def tune(
+    model: DecodeModel,
+    channel: CpuTpBroadcaster,
+    group: TpGroup,
+    *,
+    most_rows: int,
+    measured: bool,
+    timeout_s: float,
+    progress: Callable[[int, int], None],
+) -> ProductPlan | None:
+    """Choose and use; all ranks call it together. None where nothing can be chosen.
+
+    Args:
+        most_rows: the largest decode batch.
+        measured: time the candidates instead of looking them up.
+        timeout_s: for the ranks that wait for rank 0.
+        progress: called with (shapes done, shapes in all).
+
+    Raises:
+        PlanMismatch: a rank has other products than rank 0.
+    """
+    if not isinstance(model, TunedModel) or not runs_kernels(group.device):
+        return None
+    dtype = model.shape.dtype
+    if group.rank == 0:
+        choose = _measured(dtype, group.device, progress) if measured else _usual(dtype)
+        plan = ProductPlan.of(model.products, choose, most_rows=most_rows)
+        _lead(channel, plan, timeout_s)
+    else:
+        plan = _follow(channel, model.products, timeout_s)
+    model.use_products(plan)
+    return plan
+
+
+def _usual(dtype: torch.dtype) -> Callable[[Product, int], SkinnyConfig | None]:
+    def choose(product: Product, rows: int) -> SkinnyConfig | None:
+        return usual(product.op, rows=rows, n=product.n, k=product.k, dtype=dtype)
+
+    return choose
+
+
+def _measured(
+    dtype: torch.dtype, device: torch.device, progress: Callable[[int, int], None]
+) -> Callable[[Product, int], SkinnyConfig | None]:
+    from tp_runtime.ops.skinny_measure import SkinnyShape, best, measure
+
+    done = 0
+
+    def choose(product: Product, rows: int) -> SkinnyConfig | None:
+        nonlocal done
+        shape = SkinnyShape(
+            op=product.op, rows=rows, n=product.n, k=product.k, dtype=dtype, bias=product.bias
+        )
+        chosen = best(measure(shape, device))
+        done += 1
+        progress(done, 0)
+        log.info("%s: %s", shape, chosen or "torch")
+        return chosen
+
+    return choose
+
+
+def _lead(channel: CpuTpBroadcaster, plan: ProductPlan, timeout_s: float) -> None:
+    receipt = channel.confirm({"kind": "products", "plan": plan.to_message()}, timeout_s=timeout_s)
+    if not receipt.committed:
+        listed = "; ".join(f"rank {r}: {why}" for r, why in sorted(receipt.refusals.items()))
+        error = PlanMismatch(f"the products of the model differ between ranks: {listed}")
+        channel.abort(str(error))
+        raise error
+
+
+def _follow(
+    channel: CpuTpBroadcaster, products: tuple[Product, ...], timeout_s: float
+) -> ProductPlan:
+    message = channel.receive(timeout_s=timeout_s)
+    problem, plan = None, None
+    try:
+        if not isinstance(message, dict) or message.get("kind") != "products":
+            raise PlanFormatError(f"expected a plan of products, got {type(message).__name__}")
+        plan = ProductPlan.from_message(message.get("plan"))
+        if set(plan.choices) != set(products):
+            problem = f"expected {sorted(map(str, products))}, got {sorted(map(str, plan.choices))}"
+    except PlanFormatError as error:
+        problem = str(error)
+    committed = channel.acknowledge(problem is None, problem or "", timeout_s=timeout_s)
+    if plan is None or problem is not None:
+        raise PlanMismatch(f"the products of this rank are not those of rank 0: {problem}")
+    if not committed:
+        raise PlanMismatch("another rank has other products than rank 0; see rank 0's error")
+    return plan
