@@ -39,7 +39,7 @@ def test_rope_append_is_norm_rotate_and_append(normed: bool) -> None:
     cos, sin = rope().at(positions)
 
     heads = qkv.view(4, -1, HEAD_DIM)
-    q, k, v = torch.split(heads, (Q_HEADS, KV_HEADS, KV_HEADS), 1)
+    q, k, v = torch.split(heads, [Q_HEADS, KV_HEADS, KV_HEADS], 1)
     if normed:
         q, k = rms_norm(q, q_norm, 1e-5), rms_norm(k, k_norm, 1e-5)
     expected = cache()
