@@ -40,7 +40,7 @@ def begin_step_kernel(
 ):
     """Program (r, 0): the numbers of row r. Program (r, 1 + b): block b of its table row.
 
-    ids: int64 [6, stride]: last token, position, position of the next token, cache row, top_k, seed.
+    ids: int64 [6, stride]: last token, position, next position, cache row, top_k, seed.
     floats: float32 [3, stride]: temperature, top_p, min_p.  HEAD_DIM: 0 without a RoPE table.
     """
     if PDL:
