@@ -106,7 +106,7 @@ def test_begin_step_gathers_by_slot() -> None:
     assert got.token_ids.tolist() == [8, 6, 7, 5, 0, 0]
     assert torch.equal(got.block_table, s.block_table[slots])
     pages = torch.tensor([20, 6, 12, 1, 0, 0])
-    expected = cache().rows_of(pages, got.positions)[::KV_HEADS]
+    expected = cache().rows_of(pages, got.positions)
     assert torch.equal(got.cache_rows, expected)
     for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
         assert torch.equal(getattr(got, name), getattr(s, name)[slots])
