@@ -116,7 +116,7 @@ def best_keys_kernel(
         inside = column < vocab
         score = tl.load(logits_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
         ids = column.to(tl.int64) + vocab_start
-        if RANDOM:
+        if RANDOM:  # noqa: SIM102 - decided when compiled, the inner one when run
             if heat != 0.0:
                 score = score + heat * noise_of(key, ids)
         best = tl.maximum(best, tl.where(inside, packed(score, ids), _NO_KEY))
