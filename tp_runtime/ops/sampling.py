@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
-from tp_runtime.ops import sampling_cpu
+from tp_runtime.ops import sampling_cpu, sampling_gpu
+from tp_runtime.ops.kernels import runs_kernels
 from tp_runtime.ops.noise import gumbel, row_keys
 
 if TYPE_CHECKING:
@@ -123,11 +124,17 @@ def sample(
     sizes = _checked_sizes(vocab_sizes, vocab_start, vocab_local, group)
     if rows == 0:
         return torch.empty(0, dtype=torch.int64, device=logits.device)
-    logits = logits.float()
+    kernels = runs_kernels(logits.device)
+    if not kernels:
+        logits = logits.float()
     if mode is SamplerMode.FILTERED:
         mine = slice(group.rank, rows, group.size)
         full = _gather_rows(logits, sizes, mine, group)
-        draw = sampling_cpu.filtered if full.device.type == "cpu" else filtered
+        draw = filtered
+        if kernels:
+            draw = sampling_gpu.filtered
+        elif full.device.type == "cpu":
+            draw = sampling_cpu.filtered
         ids = draw(
             full,
             temperature[mine],
@@ -138,6 +145,12 @@ def sample(
             position[mine],
         )
         return _share_rows(ids, rows, group)
+    if kernels:
+        noise = () if mode is SamplerMode.GREEDY else (temperature, seed, position)
+        if group.size == 1:
+            return sampling_gpu.best_tokens(logits, *noise)
+        keys = sampling_gpu.best_keys(logits, vocab_start, *noise)
+        return sampling_gpu.tokens_of_keys(group.all_gather(keys))
     if logits.device.type == "cpu":
         if mode is SamplerMode.GREEDY:
             best = sampling_cpu.greedy(logits, vocab_start)

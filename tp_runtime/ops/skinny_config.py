@@ -56,6 +56,8 @@ class SkinnyConfig:
     split: int = 1
     per_sm: int = 0
     prefetch: int = 1024
+    trigger: int = 0
+    norm_inside: bool = False
     dependent_launch: bool = True
 
     def prefetch_columns(self, k: int) -> int:
@@ -115,6 +117,8 @@ def refusal(
         return None
     if config.kernel == "fma" and rows != 1:
         return f"the kernel fma takes one row, got {rows}"
+    if config.norm_inside and config.split > 1:
+        return "a norm inside needs all of k in one program, got split > 1"
     if config.shared_bytes(op, rows) > _SHARED_BYTES:
         return f"needs {config.shared_bytes(op, rows)} bytes of shared memory"
     return None
