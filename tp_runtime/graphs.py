@@ -112,6 +112,7 @@ class DecodeGraphs:
         self._recorded: dict[str, _Buffer] = {}
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph | None] = {}
         self._outputs: dict[tuple[int, int], Any] = {}
+        self._dropped: dict[tuple[int, int], str] = {}
         self._report: CaptureReport | None = None
         self._closed = False
         self._replays = 0
@@ -145,9 +146,11 @@ class DecodeGraphs:
             before_each: called before each graph, such as a barrier of the ranks, so that the
                 collectives of one rank do not wait for the slow compilation on another.
 
+        A graph for which there is no memory is left out, with a warning; `dropped` names it.
+
         Raises:
-            CaptureError: closed, or the step function cannot be captured; names bucket and variant.
-                Nothing is kept then.
+            CaptureError: closed, or the step function cannot be captured for another reason; names
+                bucket and variant. Nothing is kept then.
         """
         if self._closed:
             raise CaptureError("capture after close; make a new DecodeGraphs")
@@ -166,15 +169,48 @@ class DecodeGraphs:
             )
             if progress is not None:
                 progress(len(order), len(order))
-        described = tuple(self._descriptor(bucket, variant) for bucket, variant in order)
-        self._report = CaptureReport(
+        self._report = self._reported(seconds=time.monotonic() - started, device_bytes=taken)
+        return self._report
+
+    @property
+    def dropped(self) -> dict[tuple[int, int], str]:
+        """(bucket, variant) of graphs that were left out or given up, with the reason."""
+        return dict(self._dropped)
+
+    def drop(self, graphs: Mapping[tuple[int, int], str]) -> CaptureReport:
+        """Give up graphs, such as those that another rank has no memory for.
+
+        Args:
+            graphs: (bucket, variant) -> the reason, which `can_run` gives from then on.
+
+        Returns:
+            The report of what is left.
+
+        Raises:
+            CaptureError: nothing has been captured.
+        """
+        if self._report is None:
+            raise CaptureError("drop before capture; capture first")
+        for key, reason in graphs.items():
+            graph = self._graphs.pop(key, None)
+            self._outputs.pop(key, None)
+            if graph is not None:
+                graph.reset()
+            self._dropped.setdefault(key, reason)
+        self._report = self._reported(
+            seconds=self._report.seconds, device_bytes=self._report.device_bytes
+        )
+        return self._report
+
+    def _reported(self, *, seconds: float, device_bytes: int) -> CaptureReport:
+        described = tuple(self._descriptor(bucket, variant) for bucket, variant in self._graphs)
+        return CaptureReport(
             graphs=described,
             captures=self.captures,
             digest=digest_of(described, captures=self.captures),
-            seconds=time.monotonic() - started,
-            device_bytes=taken,
+            seconds=seconds,
+            device_bytes=device_bytes,
         )
-        return self._report
 
     def can_run(self, step: object) -> tuple[bool, str]:
         """Whether `replay(step)` has a graph for the step, and why not. Total and pure.
@@ -195,6 +231,8 @@ class DecodeGraphs:
             return False, f"not a step: bucket {bucket!r}, variant {variant!r}, batch size {rows!r}"
         if bucket not in self._variants:
             return False, f"bucket {bucket} is not one of {self._buckets}"
+        if (bucket, variant or 0) in self._dropped:
+            return False, f"bucket {bucket} variant {variant}: {self._dropped[bucket, variant or 0]}"
         if (bucket, variant) not in self._graphs:
             return (
                 False,
@@ -260,7 +298,17 @@ class DecodeGraphs:
                 if before_each is not None:
                     before_each()
                 self._capture_one(bucket, variant, stream, pool)
-            except RuntimeError as error:  # torch's, out of memory among them
+            except torch.OutOfMemoryError as error:
+                torch.cuda.empty_cache()
+                free, total = torch.cuda.mem_get_info(self._device)
+                reason = (
+                    f"no memory to capture it, {free / 2**30:.2f} of {total / 2**30:.2f} GiB free "
+                    f"on {self._device}"
+                )
+                log.warning("bucket %d variant %d is left out: %s", bucket, variant, reason)
+                log.debug("out of memory: %s", error)
+                self._dropped[bucket, variant] = reason
+            except RuntimeError as error:
                 free, total = torch.cuda.mem_get_info(self._device)
                 self._destroy()
                 raise CaptureError(

@@ -258,7 +258,10 @@ def capture_rank(
         PlanMismatch: some rank captured something else; names the rank and the field.
     """
     group.barrier()
-    capture = runtime.runner.capture(lambda done, total: progress("capture", done, total))
+    runtime.runner.capture(lambda done, total: progress("capture", done, total))
+    capture = runtime.runner.drop(
+        _dropped_anywhere(channel, group, runtime.runner.dropped, config.join_timeout_s)
+    )
     plan = runtime.decision.plan
     digests = {"plan_digest": runtime.plan_digest, "capture_digest": capture.digest}
     held = {
@@ -280,6 +283,33 @@ def capture_rank(
         report=capture,
         rank_reports=tuple(reports) if group.rank == 0 else (),
     )
+
+
+def _dropped_anywhere(
+    channel: CpuTpBroadcaster,
+    group: TpGroup,
+    mine: dict[tuple[int, int], str],
+    timeout_s: float,
+) -> dict[tuple[int, int], str]:
+    """The graphs that any rank could not capture, so that all go without them together."""
+    root = group.rank == 0
+    texts = agree_alike(
+        channel,
+        "the end of the capture",
+        {"captured": True},
+        root=root,
+        detail=json.dumps(list(mine), separators=(",", ":")),
+        timeout_s=timeout_s,
+    )
+    if not root:
+        graphs = channel.receive(timeout_s=timeout_s)
+        return {(bucket, graph): reason for bucket, graph, reason in graphs}
+    dropped = dict(mine)
+    for rank, text in sorted(texts.items()):
+        for bucket, graph in json.loads(text):
+            dropped.setdefault((bucket, graph), f"rank {rank} had no memory to capture it")
+    channel.publish([[*graph, reason] for graph, reason in dropped.items()])
+    return dropped
 
 
 def settings_alike(config: RuntimeConfig) -> dict[str, Any]:

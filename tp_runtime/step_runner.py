@@ -143,10 +143,25 @@ class StepRunner:
                 self._backends[name].prepare_for_capture(bucket)
         return self._graphs.capture(progress, before_each=self._group.barrier)
 
+    @property
+    def dropped(self) -> dict[tuple[int, int], str]:
+        """(bucket, graph) that this rank could not capture, with the reason."""
+        return self._graphs.dropped
+
+    def drop(self, graphs: dict[tuple[int, int], str]) -> CaptureReport:
+        """Give up graphs that some rank could not capture; see `DecodeGraphs.drop`."""
+        return self._graphs.drop(graphs)
+
     def can_run(self, batch_size: int, bucket: int, variant: int) -> tuple[bool, str]:
         """Whether every sampler's graph of (bucket, variant) exists. Pure; asked by rank 0."""
-        step = GraphStep(batch_size=batch_size, bucket=bucket, variant=variant * SAMPLERS)
-        return self._graphs.can_run(step)
+        for mode in SamplerMode:
+            step = GraphStep(
+                batch_size=batch_size, bucket=bucket, variant=variant * SAMPLERS + mode
+            )
+            able, reason = self._graphs.can_run(step)
+            if not able:
+                return False, reason
+        return True, ""
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> Tensor | None:

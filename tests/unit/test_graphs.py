@@ -156,6 +156,20 @@ def test_can_run_follows_the_life_of_the_graphs() -> None:
         graphs.replay(Step(1, 1))
 
 
+def test_a_dropped_graph_is_refused_with_its_reason_and_the_others_stay() -> None:
+    graphs, _, _ = make()
+    with pytest.raises(CaptureError, match="before capture"):
+        graphs.drop({(4, 1): "too large"})
+    whole = graphs.capture()
+    rest = graphs.drop({(4, 1): "rank 1 had no memory"})
+    assert graphs.dropped == {(4, 1): "rank 1 had no memory"}
+    assert graphs.can_run(Step(4, 4, 1)) == (False, "bucket 4 variant 1: rank 1 had no memory")
+    assert graphs.can_run(Step(4, 4, 0)) == (True, "")
+    assert [g for g in whole.graphs if (g.bucket, g.variant) != (4, 1)] == list(rest.graphs)
+    assert rest.digest != whole.digest
+    assert graphs.drop({}).digest == rest.digest
+
+
 def test_close_is_final_and_idempotent() -> None:
     graphs, _, _ = make()
     with graphs:
@@ -283,3 +297,23 @@ def test_a_step_that_cannot_be_captured_is_named() -> None:
     assert graphs.can_run(Step(1, 1)) == (False, "nothing is captured yet")
     torch.cuda.synchronize(device)
     assert float(torch.ones(2, device=device).sum()) == 2.0
+
+
+@needs_gpu
+@pytest.mark.gpu
+def test_a_graph_without_memory_is_left_out() -> None:
+    device = torch.device("cuda", 0)
+
+    def step(inputs: dict[str, Tensor], bucket: int, variant: int) -> Tensor:
+        if bucket == 4 and variant == 1:
+            torch.empty(1 << 50, dtype=torch.uint8, device=device)
+        return inputs["x"] + variant
+
+    x = torch.zeros(4, 3, device=device)
+    graphs = DecodeGraphs(
+        step, inputs={"x": x}, buckets=(2, 4), variants={2: 2, 4: 2}, device=device
+    )
+    report = graphs.capture()
+    assert len(report.graphs) == 3
+    assert "no memory" in graphs.can_run(Step(4, 4, 1))[1]
+    assert graphs.replay(Step(2, 2, 1))[0].tolist() == [1.0] * 3
