@@ -44,7 +44,8 @@ def graph_us(op: Callable[[], Any]) -> float:
     """Median time that one launch of op takes in a long chain of them."""
     for _ in range(2):
         op()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     launches, taken = 4, 0.0
     for _ in range(2):  # a short chain first, to learn how long the chain has to be

@@ -8,9 +8,15 @@ weights exp((logit - best) / temperature), computed in float64 and added as inte
 that neither order nor cancellation changes a sum. (Radix select: Alabi et al., "Fast k-selection
 algorithms for graphics processing units", 2012; exact filtering without a sort as in FlashInfer.)
 
-`state`, int64 [rows, 8]: 0 keys' bits known of the top-k cut, 1 ids before it, 2 weight before it;
+Few ids need a bin. For top-k: those not below the k-th largest of the maxima of the row's blocks,
+where there are that many blocks. For top-p: those whose weight is at least (1 - p) / (2 * vocab) of
+the largest, since all the others together are lighter than the share 1 - p that is dropped; they
+only count in the sum of all. A batch that is filtered more widely than that takes longer, as many
+atomic additions then meet at few addresses.
+
+`state`, int64 [rows, 16]: 0 keys' bits known of the top-k cut, 1 ids before it, 2 weight before it;
 3 the weight to reach, 4 bits known of the top-p cut, 5 weight before it; 6 key at the final cut,
-7 ids kept of those that have it, or -1 for all.
+7 ids kept of those that have it, or -1 for all; 8 the largest key that top-k can keep.
 `hist`, int64 [rows, HIST], zero at first: the bins, see the offsets below.
 """
 
@@ -32,8 +38,8 @@ from tp_runtime.ops.sampling_kernel import (
     score_of_order,
 )
 
-STATE = 8
-HIST = 6 * 4096 + 2 * 256
+STATE = 16
+HIST = 5 * 4096 + 2 * 256 + 128
 _BINS = tl.constexpr(4096)
 _LAST_BINS = tl.constexpr(256)
 _HIST = tl.constexpr(HIST)
@@ -46,6 +52,7 @@ _WEIGHT_K = tl.constexpr(3 * 4096)
 _WEIGHT_P = tl.constexpr(4 * 4096)
 _LAST_K = tl.constexpr(5 * 4096)
 _LAST_P = tl.constexpr(5 * 4096 + 256)
+_LIGHT = tl.constexpr(5 * 4096 + 512)  # the weight of ids that have no bin
 _ONE = tl.constexpr(2.0**44)
 _NO_KEY = tl.constexpr(-(2**63))
 _ID_MASK = tl.constexpr(0xFFFFFFFF)
@@ -84,6 +91,36 @@ def _wanted(row, best_ptr, temperature_ptr, top_k_ptr, top_p_ptr, vocab):
     return score_of_order(order), heat, k, p, usual & (k > 0) & (k < vocab), usual & (p < 1.0)
 
 
+@triton.jit(do_not_specialize=["blocks"])
+def limits_kernel(
+    block_keys_ptr,
+    top_k_ptr,
+    best_ptr,
+    state_ptr,
+    blocks,
+    BLOCKS_POW2: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program r: the best key of row r, the largest key that top-k can keep, and a state."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCKS_POW2)
+    keys = tl.load(block_keys_ptr + row * blocks + lanes, mask=lanes < blocks, other=_NO_KEY)
+    k = tl.load(top_k_ptr + row)
+    falling_keys = tl.sort(keys, descending=True)
+    # k different ids are at least this good
+    reached = tl.max(tl.where(lanes == k - 1, falling_keys, _NO_KEY), 0)
+    most = _TOP - (reached >> 32)
+    most = tl.where((k > 0) & (k <= blocks), most, _ALL)
+    state = state_ptr + row * _STATE
+    tl.store(best_ptr + row, tl.max(keys, 0))
+    tl.store(state + 6, tl.full([], _ALL, tl.int64))
+    tl.store(state + 7, tl.full([], -1, tl.int64))
+    tl.store(state + 8, most)
+
+
 @triton.jit(do_not_specialize=["vocab", "steps"])
 def histogram_kernel(
     logits_ptr,
@@ -107,7 +144,7 @@ def histogram_kernel(
         gdc_wait()
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    best, heat, _k, _p, by_k, by_p = _wanted(
+    best, heat, _k, p, by_k, by_p = _wanted(
         row, best_ptr, temperature_ptr, top_k_ptr, top_p_ptr, vocab
     )
     if LEVEL == 1:
@@ -119,7 +156,14 @@ def histogram_kernel(
     if wanted:
         hist = hist_ptr + row * _HIST
         lanes = tl.arange(0, BLOCK)
-        prefix = tl.load(state_ptr + row * _STATE + (0 if FOR_K else 4)).to(tl.uint32)
+        state = state_ptr + row * _STATE
+        prefix = tl.zeros([], tl.uint32)
+        if LEVEL > 1:
+            prefix = tl.load(state + (0 if FOR_K else 4)).to(tl.uint32)
+        most = tl.load(state + 8).to(tl.uint32)
+        spare = (1.0 - p.to(tl.float64)) * _ONE
+        least = tl.where(by_k, 1, tl.maximum((0.5 * spare / vocab).to(tl.int64), 1))
+        light = tl.zeros([BLOCK], tl.int64)
         for step in range(steps):
             column = (part * steps + step) * BLOCK + lanes
             inside = column < vocab
@@ -127,29 +171,38 @@ def histogram_kernel(
                 tl.float32
             )
             falling = _falling(score)
+            inside = inside & (falling <= most)
             if LEVEL == 1:
                 bins = (falling >> 20).to(tl.int32)
-                if by_k:
-                    tl.atomic_add(hist + _COUNT_1 + bins, 1, mask=inside, sem="relaxed")
-                if by_p:
-                    weight = _weights(score, best, heat)
-                    heavy = inside & (weight > 0)
-                    tl.atomic_add(hist + _WEIGHT_1 + bins, weight, mask=heavy, sem="relaxed")
             elif LEVEL == 2:
                 bins = ((falling >> 8) & 4095).to(tl.int32)
                 inside = inside & ((falling >> 20) == prefix)
-                if FOR_K:
-                    tl.atomic_add(hist + _COUNT_K + bins, 1, mask=inside, sem="relaxed")
-                if by_p:
-                    weight = _weights(score, best, heat)
-                    heavy = inside & (weight > 0)
-                    target = hist + (_WEIGHT_K if FOR_K else _WEIGHT_P) + bins
-                    tl.atomic_add(target, weight, mask=heavy, sem="relaxed")
             else:
                 bins = (falling & 255).to(tl.int32)
                 inside = inside & ((falling >> 8) == prefix)
-                target = hist + (_LAST_K if FOR_K else _LAST_P) + bins
-                tl.atomic_add(target, 1, mask=inside, sem="relaxed")
+            if tl.max(inside.to(tl.int32), 0) > 0:
+                if LEVEL == 1:
+                    if by_k:
+                        tl.atomic_add(hist + _COUNT_1 + bins, 1, mask=inside, sem="relaxed")
+                    if by_p:
+                        weight = _weights(score, best, heat)
+                        heavy = inside & (weight >= least)
+                        tl.atomic_add(hist + _WEIGHT_1 + bins, weight, mask=heavy, sem="relaxed")
+                        light += tl.where(inside & (weight < least), weight, 0)
+                elif LEVEL == 2:
+                    if FOR_K:
+                        tl.atomic_add(hist + _COUNT_K + bins, 1, mask=inside, sem="relaxed")
+                    if by_p:
+                        weight = _weights(score, best, heat)
+                        heavy = inside & (weight >= least)
+                        target = hist + (_WEIGHT_K if FOR_K else _WEIGHT_P) + bins
+                        tl.atomic_add(target, weight, mask=heavy, sem="relaxed")
+                else:
+                    target = hist + (_LAST_K if FOR_K else _LAST_P) + bins
+                    tl.atomic_add(target, 1, mask=inside, sem="relaxed")
+        if LEVEL == 1:  # noqa: SIM102 - decided when compiled, the inner one when run
+            if by_p:
+                tl.atomic_add(hist + _LIGHT, tl.sum(light, 0), sem="relaxed")
 
 
 @triton.jit
@@ -187,9 +240,6 @@ def cut_kernel(
     state = state_ptr + row * _STATE
     bins = tl.arange(0, _BINS)
     last_bins = tl.arange(0, _LAST_BINS)
-    if FOR_K and LEVEL == 1:
-        tl.store(state + 6, tl.full([], _ALL, tl.int64))
-        tl.store(state + 7, tl.full([], -1, tl.int64))
     if FOR_K and LEVEL < 3:
         if by_k:
             count = tl.load(hist + (_COUNT_1 if LEVEL == 1 else _COUNT_K) + bins)
@@ -223,7 +273,7 @@ def cut_kernel(
                 some = taken > 0  # a key without ids may be no number
                 total = tl.load(state + 2) + tl.sum(tl.where(some, taken * weight, 0), 0)
         else:
-            total = tl.sum(weight_1, 0)
+            total = tl.sum(weight_1, 0) + tl.load(hist + _LIGHT)
         if by_p:
             goal = tl.math.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
             goal = tl.maximum(tl.minimum(goal, total), 1)

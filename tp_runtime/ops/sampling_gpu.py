@@ -43,8 +43,8 @@ def best_keys(
         int64 [rows]: keys as `sampling._encode` packs them, of which the largest over the ranks
         is the row's; `tokens_of_keys` unpacks it.
     """
-    parts, _ = _split(logits)
-    keys = _part_keys(logits, vocab_start, temperature, seed, position)
+    parts, steps = _split(logits)
+    keys = _part_keys(logits, vocab_start, temperature, seed, position, parts=parts, steps=steps)
     return _reduce(keys, rows=logits.shape[0], parts=parts, row_stride=parts, part_stride=1)
 
 
@@ -55,8 +55,8 @@ def best_tokens(
     position: Tensor | None = None,
 ) -> Tensor:
     """`best_keys` of a whole vocabulary, unpacked: int64 [rows] ids, or INVALID_TOKEN."""
-    parts, _ = _split(logits)
-    keys = _part_keys(logits, 0, temperature, seed, position)
+    parts, steps = _split(logits)
+    keys = _part_keys(logits, 0, temperature, seed, position, parts=parts, steps=steps)
     return _reduce(
         keys, rows=logits.shape[0], parts=parts, row_stride=parts, part_stride=1, decode=True
     )
@@ -104,7 +104,7 @@ def filtered(
 def find_cut(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Where top-k and top-p end: (int64 [rows] best keys, int64 [rows, 8] states).
+    """Where top-k and top-p end: (int64 [rows] best keys, int64 [rows, 16] states).
 
     Column 6 of a state is the key at the cut, rising as logits fall, and column 7 how many ids
     with that key are kept, lowest first, -1 for all; see `filter_kernel`.
@@ -114,10 +114,16 @@ def find_cut(
     rows, vocab = logits.shape
     parts, steps = _split(logits)
     hist = torch.zeros((rows, kernels.HIST), dtype=torch.int64, device=logits.device)
-    state = torch.zeros((rows, kernels.STATE), dtype=torch.int64, device=logits.device)
-    best = best_keys(logits, 0)
+    state = torch.empty((rows, kernels.STATE), dtype=torch.int64, device=logits.device)
+    best = torch.empty(rows, dtype=torch.int64, device=logits.device)
     params = (best, temperature, top_k, top_p, state, hist)
     grid, stride, common = (parts, rows), logits.stride(0), _common(logits.device)
+    blocks = -(-vocab // _BLOCK)
+    block_keys = _part_keys(logits, 0, None, None, None, parts=blocks, steps=1)
+    kernels.limits_kernel[(rows,)](
+        block_keys, top_k, best, state, blocks,
+        BLOCKS_POW2=power_of_two(blocks), num_warps=4, **common,
+    )  # fmt: skip
     for for_k, levels in ((True, (1, 2, 3)), (False, (2, 3))):
         for level in levels:
             kernels.histogram_kernel[grid](
@@ -151,11 +157,13 @@ def _part_keys(
     temperature: Tensor | None,
     seed: Tensor | None,
     position: Tensor | None,
+    *,
+    parts: int,
+    steps: int,
 ) -> Tensor:
     from tp_runtime.ops.sampling_kernel import best_keys_kernel
 
     rows, vocab = logits.shape
-    parts, steps = _split(logits)
     keys = torch.empty((rows, parts), dtype=torch.int64, device=logits.device)
     best_keys_kernel[(parts, rows)](
         logits,

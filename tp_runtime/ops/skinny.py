@@ -176,7 +176,6 @@ def _run(
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "STAGES": config.stages,
-        "TRIGGER": config.trigger,
         "PREFETCH": config.prefetch_columns(k),
         "PDL": config.dependent_launch,
         "num_warps": config.warps,
@@ -185,18 +184,17 @@ def _run(
     # a pointer that is never read still needs an address
     bias = weight if bias is None else bias
     residual = weight if residual is None else residual
-    given = weight if norm_weight is None else norm_weight
     if config.kernel == "fma":
         programs = tiles
         if config.per_sm:
             programs = min(tiles, config.per_sm * _multiprocessors(x.device))
+        given = weight if norm_weight is None else norm_weight
         kernels.fma[(programs,)](
             x, weight, out, given, bias, residual, eps, n, k, tiles,
             NORM=norm_weight is not None, **launch,
         )  # fmt: skip
         return out
-    norm_inside = norm_weight is not None and config.norm_inside
-    if norm_weight is not None and not norm_inside:
+    if norm_weight is not None:
         x = _normalised(kernels, config, x, norm_weight, eps)
     part, count = out, out
     block_m = config.block_m(rows)
@@ -206,8 +204,8 @@ def _run(
         part = parts.get(size).view(torch.float32)
         count = counters.get(4 * max(tiles, 4096)).view(torch.int32)
     kernels.dot[(tiles * config.split,)](
-        x, weight, out, given, bias, residual, part, count, eps, rows, n, k,
-        NORM=norm_inside, SPLIT=config.split, BLOCK_M=block_m, **launch,
+        x, weight, out, bias, residual, part, count, rows, n, k,
+        SPLIT=config.split, BLOCK_M=block_m, **launch,
     )  # fmt: skip
     return out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -55,9 +55,7 @@ class SkinnyConfig:
     stages: int = 4
     split: int = 1
     per_sm: int = 0
-    prefetch: int = 1024
-    trigger: int = 0
-    norm_inside: bool = False
+    prefetch: int = 0
     dependent_launch: bool = True
 
     def prefetch_columns(self, k: int) -> int:
@@ -117,11 +115,31 @@ def refusal(
         return None
     if config.kernel == "fma" and rows != 1:
         return f"the kernel fma takes one row, got {rows}"
-    if config.norm_inside and config.split > 1:
-        return "a norm inside needs all of k in one program, got split > 1"
     if config.shared_bytes(op, rows) > _SHARED_BYTES:
         return f"needs {config.shared_bytes(op, rows)} bytes of shared memory"
     return None
+
+
+# Found on an H200 in chains of a whole layer. A kernel starts while the one before still runs, on
+# whatever multiprocessor has room: configurations that take more than half of one, or many programs
+# of it, are placed unevenly then, and lose in a chain what they gain alone.
+_ONE_ROW: Final = (
+    {"block_n": 8, "block_k": 1024, "stages": 5, "per_sm": 1},
+    {"block_n": 16, "block_k": 512, "stages": 5, "per_sm": 1},
+    {"block_n": 8, "block_k": 1024, "stages": 3, "per_sm": 2},
+    {"block_n": 8, "block_k": 512, "stages": 5, "per_sm": 2},
+    {"block_n": 4, "block_k": 512, "stages": 5, "per_sm": 2},
+    {"block_n": 4, "block_k": 1024, "stages": 5, "per_sm": 2},
+)
+_MORE_ROWS: Final = (
+    {"block_n": 32, "block_k": 256, "stages": 6},
+    {"block_n": 32, "block_k": 256, "stages": 3},
+    {"block_n": 64, "block_k": 128, "stages": 6},
+    {"block_n": 64, "block_k": 128, "stages": 4},
+    {"block_n": 64, "block_k": 256, "stages": 4},
+    {"block_n": 64, "block_k": 128, "stages": 5, "split": 2},
+    {"block_n": 64, "block_k": 256, "stages": 4, "split": 2},
+)
 
 
 def candidates(
@@ -132,13 +150,14 @@ def candidates(
     Args:
         dependent_launch: whether the device has it (compute capability 9.0 or later).
     """
+    kernel: Literal["fma", "dot"] = "fma" if rows == 1 else "dot"
     listed = [
-        SkinnyConfig(kernel="fma", block_n=4, block_k=1024),
-        SkinnyConfig(kernel="dot", block_n=32, block_k=256),
+        SkinnyConfig(kernel=kernel, dependent_launch=dependent_launch, **fields)
+        for fields in (_ONE_ROW if rows == 1 else _MORE_ROWS)
     ]
     return [
         config
-        for config in (replace(each, dependent_launch=dependent_launch) for each in listed)
+        for config in listed
         if refusal(op, rows=rows, n=n, k=k, dtype=torch.bfloat16, config=config) is None
     ]
 

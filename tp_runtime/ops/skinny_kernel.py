@@ -79,7 +79,6 @@ def fma(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
-    TRIGGER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row: y[N] = norm(x)[K] @ w.T, w [N, K]; or silu(first half) * second half, w [2 N, K].
@@ -91,8 +90,7 @@ def fma(
     programs = tl.num_programs(0)
     index = tl.arange(0, BLOCK_N)
     if PDL:
-        if TRIGGER == 0:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
         if PREFETCH > 0:
             first = tl.minimum(program * BLOCK_N + index, N - 1).to(tl.int64) * K
             _prefetch(w_ptr, first, 0, K, PREFETCH)
@@ -105,11 +103,7 @@ def fma(
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     square = tl.zeros([1, BLOCK_K], tl.float32)
-    trigger = turns * steps * TRIGGER // 8
     for i in tl.range(0, turns * steps, num_stages=STAGES):
-        if PDL and TRIGGER > 0:
-            if i == trigger:
-                gdc_launch_dependents()
         step = i % steps
         n = (program + (i // steps) * programs) * BLOCK_N + index
         rows = tl.minimum(n, N - 1).to(tl.int64) * K
@@ -158,16 +152,13 @@ def dot(
     x_ptr,
     w_ptr,
     y_ptr,
-    norm_ptr,
     bias_ptr,
     residual_ptr,
     part_ptr,
     count_ptr,
-    eps,
     M,
     N,
     K,
-    NORM: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -178,7 +169,6 @@ def dot(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
-    TRIGGER: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y[M, N] = x[M, K] @ w.T, w [N, K]; or silu(first half) * second half, w [2 N, K].
@@ -200,8 +190,7 @@ def dot(
     end = tl.minimum(begin + per_part, steps)
     rows = tl.minimum(n_index, N - 1).to(tl.int64) * K
     if PDL:
-        if TRIGGER == 0:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
         if PREFETCH > 0:
             _prefetch(w_ptr, rows, begin * BLOCK_K, K, PREFETCH)
             if GATED:
@@ -215,23 +204,13 @@ def dot(
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    square = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
-    trigger = begin + (end - begin) * TRIGGER // 8
     for step in tl.range(begin, end, num_stages=STAGES):
-        if PDL and TRIGGER > 0:
-            if step == trigger:
-                gdc_launch_dependents()
         columns = step * BLOCK_K + k_index
         inside = columns < K
         mask = (m_index < M)[:, None]
         if not EVEN_K:
             mask = mask & inside[None, :]
         x = tl.load(x_ptr + m_index[:, None] * K + columns[None, :], mask=mask, other=0.0)
-        if NORM:
-            weight = _row_block(norm_ptr, tl.zeros([1], tl.int64), columns, inside, K, EVEN_K)
-            wide = x.to(tl.float32)
-            square += wide * wide
-            x = (wide * weight.to(tl.float32)).to(x.dtype)
         w = _row_block(w_ptr, rows, columns, inside, K, EVEN_K)
         acc = tl.dot(w, tl.trans(x), acc) if SWAP else tl.dot(x, tl.trans(w), acc)
         if GATED:
@@ -239,7 +218,6 @@ def dot(
             acc_up = tl.dot(w, tl.trans(x), acc_up) if SWAP else tl.dot(x, tl.trans(w), acc_up)
 
     last = True
-    mean = tl.sum(square, 1) / K
     if SPLIT > 1:
         size: tl.constexpr = BLOCK_M * BLOCK_N
         stride: tl.constexpr = 2 * size if GATED else size
@@ -262,10 +240,6 @@ def dot(
     if last:
         y = tl.trans(acc) if SWAP else acc
         up = tl.trans(acc_up) if SWAP else acc_up
-        if NORM:
-            scale = tl.rsqrt(mean + eps)[:, None]
-            y *= scale
-            up *= scale
         valid = (m_index < M)[:, None] & (n_index < N)[None, :]
         at = m_index[:, None] * N + n_index[None, :]
         if GATED:
