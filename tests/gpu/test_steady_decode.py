@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import contextlib
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -54,6 +56,18 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
         yield engine
 
 
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """What makes the host wait for the device raises in here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
 def fill(engine: Engine, rows: int) -> None:
     """Requests of three kinds in steady decode."""
     waiting = set()
@@ -69,12 +83,9 @@ def fill(engine: Engine, rows: int) -> None:
 def test_a_thousand_steps_wait_for_nothing_and_allocate_nothing(engine: Engine) -> None:
     fill(engine, 6)
     before = torch.cuda.memory_stats()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         for _ in range(1000):
             assert len(engine.step()) == 6
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     after = torch.cuda.memory_stats()
     for name in ("num_device_alloc", "num_device_free", "allocated_bytes.all.current"):
         assert after[name] == before[name], name
@@ -100,15 +111,12 @@ def test_the_thread_that_drives_the_steps_makes_no_blocking_call(engine: Engine)
 
 def test_prompts_that_join_wait_for_nothing(engine: Engine) -> None:
     fill(engine, 4)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         engine.add_request(list(range(300)), SAMPLINGS[1])
         engine.add_request(list(range(40)), SAMPLINGS[2])
         seen: set[str] = set()
         for _ in range(40):
             seen |= {output.request_id for output in engine.step()}
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert len(seen) == 6
 
 
