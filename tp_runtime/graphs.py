@@ -232,7 +232,8 @@ class DecodeGraphs:
         if bucket not in self._variants:
             return False, f"bucket {bucket} is not one of {self._buckets}"
         if (bucket, variant or 0) in self._dropped:
-            return (
+            reason = self._dropped[bucket, variant or 0]
+            return False, f"bucket {bucket} variant {variant}: {reason}"
                 False,
                 f"bucket {bucket} variant {variant}: {self._dropped[bucket, variant or 0]}",
             )
