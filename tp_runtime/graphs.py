@@ -234,9 +234,6 @@ class DecodeGraphs:
         if (bucket, variant or 0) in self._dropped:
             reason = self._dropped[bucket, variant or 0]
             return False, f"bucket {bucket} variant {variant}: {reason}"
-                False,
-                f"bucket {bucket} variant {variant}: {self._dropped[bucket, variant or 0]}",
-            )
         if (bucket, variant) not in self._graphs:
             return (
                 False,
