@@ -93,8 +93,7 @@ def state() -> DeviceState:
 def test_begin_step_gathers_by_slot() -> None:
     s, slots = state(), torch.tensor([3, 1, 2, 0, 4, 4])
     table = rope()
-    everything = torch.arange(64)
-    cos_table, sin_table = (t.view(64, HEAD_DIM) for t in table.at(everything))
+    cos_table, sin_table = table.tables
     got = begin_step(
         slots, s, kv_heads=KV_HEADS, page_size=PAGE, cos_table=cos_table, sin_table=sin_table
     )
