@@ -38,8 +38,9 @@ def best_keys(
     Args:
         logits: [rows, vocab_local] in a float dtype, the last dimension contiguous.
         vocab_start: global id of the first column.
-        temperature: float32 [rows]; None for the best logits, whatever seed and position.
-        seed, position: int64 [rows].
+        temperature: float32 [rows], contiguous; None for the best logits, whatever seed and
+            position.
+        seed, position: int64 [rows], contiguous.
 
     Returns:
         int64 [rows]: keys as `sampling._encode` packs them, of which the largest over the ranks
