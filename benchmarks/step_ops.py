@@ -82,8 +82,8 @@ def step_ops(rows: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]
     make: Any = {"dtype": torch.bfloat16, "device": device}
     s, slots = filled_state(), torch.arange(rows, device=device) * 3
     table = RopeTable(HEAD_DIM, theta=5e5, max_positions=32_768, **make)
-    cos, sin = table.at(torch.arange(32_768, device=device))
-    tables = {"cos_table": cos[:, 0].contiguous(), "sin_table": sin[:, 0].contiguous()}
+    cos, sin = table.tables
+    tables = {"cos_table": cos, "sin_table": sin}
     where: Any = {"kv_heads": KV_HEADS, "page_size": PAGE, **tables}
     row = begin_step_reference(slots, s, **where)
     qkv = torch.randn(rows, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM, **make)

@@ -8,6 +8,7 @@ import torch
 from tp_runtime.attention import KvCache
 from tp_runtime.device_state import DeviceState
 from tp_runtime.models.base import ModelShape
+from tp_runtime.ops.kernels import power_of_two, runs_kernels
 from tp_runtime.ops.norm import rms_norm
 from tp_runtime.ops.rope import RopeTable, rotate
 from tp_runtime.ops.rope_append import first_rows, rope_append
@@ -93,8 +94,7 @@ def state() -> DeviceState:
 def test_begin_step_gathers_by_slot() -> None:
     s, slots = state(), torch.tensor([3, 1, 2, 0, 4, 4])
     table = rope()
-    everything = torch.arange(64)
-    cos_table, sin_table = (t.view(64, HEAD_DIM) for t in table.at(everything))
+    cos_table, sin_table = table.tables
     got = begin_step(
         slots, s, kv_heads=KV_HEADS, page_size=PAGE, cos_table=cos_table, sin_table=sin_table
     )
@@ -128,3 +128,8 @@ def test_end_step_advances_all_but_the_dummy() -> None:
     assert (s.length - before).tolist() == [1, 0, 1, 0, 0]
     with pytest.raises(ValueError, match="tokens: expected"):
         end_step(torch.tensor([2]), torch.tensor([1, 2]), s)
+
+
+def test_a_cpu_runs_the_plain_forms() -> None:
+    assert not runs_kernels(CPU)
+    assert [power_of_two(n) for n in (1, 2, 3, 4, 5, 126)] == [1, 2, 4, 4, 8, 128]

@@ -2,11 +2,12 @@
 
 The kept ids are a prefix of the row in the order (logit falling, id rising), so they are known by
 the value at the cut and by how many of the ids that have it are kept. The cut is found by radix
-select over 32-bit keys that rise as logits fall: a histogram of their upper 12 bits, then of the
-next 12 within one bin, then of the last 8. For top-k the bins count ids; for top-p they sum
-weights exp((logit - best) / temperature), computed in float64 and added as integers of 2**-44, so
-that neither order nor cancellation changes a sum. (Radix select: Alabi et al., "Fast k-selection
-algorithms for graphics processing units", 2012; exact filtering without a sort as in FlashInfer.)
+select over keys that rise as logits fall, counted from the best logit's: a histogram of the upper
+12 bits that differ at all, for float32 logits then of the next 12 within one bin, then of the rest,
+8 at most. For top-k the bins count ids; for top-p they sum weights exp((logit - best) /
+temperature), computed in float64 and added as integers of 2**-44, so that neither order nor
+cancellation changes a sum. (Radix select: Alabi et al., "Fast k-selection algorithms for graphics
+processing units", 2012; exact filtering without a sort as in FlashInfer.)
 
 Few ids need a bin. For top-k: those not below the k-th largest of the maxima of the row's blocks,
 where there are that many blocks. For top-p: those whose weight is at least (1 - p) / (2 * vocab) of
@@ -16,7 +17,8 @@ atomic additions then meet at few addresses.
 
 `state`, int64 [rows, 16]: 0 keys' bits known of the top-k cut, 1 ids before it, 2 weight before it;
 3 the weight to reach, 4 bits known of the top-p cut, 5 weight before it; 6 key at the final cut,
-7 ids kept of those that have it, or -1 for all; 8 the largest key that top-k can keep.
+7 ids kept of those that have it, or -1 for all; 8 the best key and 9 the largest
+that may be kept.
 `hist`, int64 [rows, HIST], zero at first: the bins, see the offsets below.
 """
 
@@ -68,15 +70,41 @@ def _falling(score):
 
 
 @triton.jit
-def _score_of(falling):
-    return score_of_order(_TOP - falling.to(tl.uint32).to(tl.int32, bitcast=True))
+def _short(falling, DROP: tl.constexpr):
+    """The key without its last DROP bits, which logits of 16 bits do not use: int64."""
+    return (falling >> DROP).to(tl.int64)
 
 
 @triton.jit
-def _weights(score, best, heat):
+def _full(short, DROP: tl.constexpr):
+    """The int64 key in 32 bits whose short form this is: the dropped bits repeat the sign."""
+    negative = (short >> (31 - DROP)) & 1
+    return (short << DROP) + tl.where(negative == 1, 0, (1 << DROP) - 1)
+
+
+@triton.jit
+def _score_of(short, DROP: tl.constexpr):
+    return score_of_order((_TOP - _full(short, DROP)).to(tl.int32))
+
+
+@triton.jit
+def _weights(score, best, inverse_heat):
     """exp((score - best) / heat) as an integer of 2**-44."""
     distance = score.to(tl.float64) - best.to(tl.float64)
-    return (tl.exp(distance / heat.to(tl.float64)) * _ONE + 0.5).to(tl.int64)
+    return (tl.exp(distance * inverse_heat) * _ONE + 0.5).to(tl.int64)
+
+
+@triton.jit
+def _shifts(state, DROP: tl.constexpr):
+    """How many bits of a key, counted from the best, the first and the second level leave."""
+    span = tl.load(state + 9) - tl.load(state + 8)
+    first = tl.zeros([], tl.int64)
+    for bit in tl.static_range(12, 32):
+        first += (span >> bit > 0).to(tl.int64)
+    second = first
+    if DROP == 0:
+        second = tl.maximum(first - 12, 0)
+    return first, second
 
 
 @triton.jit
@@ -91,17 +119,21 @@ def _wanted(row, best_ptr, temperature_ptr, top_k_ptr, top_p_ptr, vocab):
     return score_of_order(order), heat, k, p, usual & (k > 0) & (k < vocab), usual & (p < 1.0)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["blocks", "vocab"])
 def limits_kernel(
     block_keys_ptr,
+    temperature_ptr,
     top_k_ptr,
+    top_p_ptr,
     best_ptr,
     state_ptr,
     blocks,
+    vocab,
     BLOCKS_POW2: tl.constexpr,
+    DROP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program r: the best key of row r, the largest key that top-k can keep, and a state."""
+    """Program r: the best key of row r, the largest key that may be kept, and a state."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -109,16 +141,27 @@ def limits_kernel(
     lanes = tl.arange(0, BLOCKS_POW2)
     keys = tl.load(block_keys_ptr + row * blocks + lanes, mask=lanes < blocks, other=_NO_KEY)
     k = tl.load(top_k_ptr + row)
-    falling_keys = tl.sort(keys, descending=True)
+    heat = tl.load(temperature_ptr + row).to(tl.float64)
+    spare = 1.0 - tl.load(top_p_ptr + row).to(tl.float64)
+    sorted_keys = tl.sort(keys, descending=True)
+    best = tl.max(keys, 0)
+    order = (best >> 32).to(tl.int32)
     # k different ids are at least this good
-    reached = tl.max(tl.where(lanes == k - 1, falling_keys, _NO_KEY), 0)
-    most = _TOP - (reached >> 32)
-    most = tl.where((k > 0) & (k <= blocks), most, _ALL)
+    reached = tl.max(tl.where(lanes == k - 1, sorted_keys, _NO_KEY), 0)
+    most = tl.zeros([], tl.int64) + _ALL
+    if (k > 0) & (k < vocab):
+        if k <= blocks:
+            most = _TOP - (reached >> 32)
+    elif (spare > 0.0) & (heat > 0.0) & (order < _FINITE) & (order > -_FINITE - 1):
+        lowest = score_of_order(order).to(tl.float64) + heat * tl.log(0.5 * spare / vocab)
+        lowest -= 1e-6 * tl.abs(lowest)
+        most = _falling(tl.maximum(lowest, -3e38).to(tl.float32)).to(tl.int64)
     state = state_ptr + row * _STATE
-    tl.store(best_ptr + row, tl.max(keys, 0))
+    tl.store(best_ptr + row, best)
     tl.store(state + 6, tl.full([], _ALL, tl.int64))
     tl.store(state + 7, tl.full([], -1, tl.int64))
-    tl.store(state + 8, most)
+    tl.store(state + 8, _short((_TOP - order).to(tl.uint32, bitcast=True), DROP))
+    tl.store(state + 9, _short(most.to(tl.uint32), DROP))
 
 
 @triton.jit(do_not_specialize=["vocab", "steps"])
@@ -135,6 +178,7 @@ def histogram_kernel(
     steps,
     LEVEL: tl.constexpr,
     FOR_K: tl.constexpr,
+    DROP: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -144,7 +188,7 @@ def histogram_kernel(
         gdc_wait()
     part = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    best, heat, _k, p, by_k, by_p = _wanted(
+    best, heat, _k, _p, by_k, by_p = _wanted(
         row, best_ptr, temperature_ptr, top_k_ptr, top_p_ptr, vocab
     )
     if LEVEL == 1:
@@ -157,46 +201,47 @@ def histogram_kernel(
         hist = hist_ptr + row * _HIST
         lanes = tl.arange(0, BLOCK)
         state = state_ptr + row * _STATE
-        prefix = tl.zeros([], tl.uint32)
+        prefix = tl.zeros([], tl.int64)
         if LEVEL > 1:
-            prefix = tl.load(state + (0 if FOR_K else 4)).to(tl.uint32)
-        most = tl.load(state + 8).to(tl.uint32)
-        spare = (1.0 - p.to(tl.float64)) * _ONE
-        least = tl.where(by_k, 1, tl.maximum((0.5 * spare / vocab).to(tl.int64), 1))
+            prefix = tl.load(state + (0 if FOR_K else 4))
+        first, second = _shifts(state, DROP)
+        base = tl.load(state + 8)
+        span = tl.load(state + 9) - base
+        inverse_heat = 1.0 / heat.to(tl.float64)
         light = tl.zeros([BLOCK], tl.int64)
         for step in range(steps):
             column = (part * steps + step) * BLOCK + lanes
-            inside = column < vocab
-            score = tl.load(logits_ptr + row * stride + column, mask=inside, other=0.0).to(
+            exists = column < vocab
+            score = tl.load(logits_ptr + row * stride + column, mask=exists, other=0.0).to(
                 tl.float32
             )
-            falling = _falling(score)
-            inside = inside & (falling <= most)
+            key = _short(_falling(score), DROP) - base
+            inside = exists & (key <= span)
             if LEVEL == 1:
-                bins = (falling >> 20).to(tl.int32)
+                bins = (key >> first).to(tl.int32)
             elif LEVEL == 2:
-                bins = ((falling >> 8) & 4095).to(tl.int32)
-                inside = inside & ((falling >> 20) == prefix)
+                bins = ((key >> second) & ((1 << (first - second)) - 1)).to(tl.int32)
+                inside = inside & ((key >> first) == prefix)
             else:
-                bins = (falling & 255).to(tl.int32)
-                inside = inside & ((falling >> 8) == prefix)
-            if tl.max(inside.to(tl.int32), 0) > 0:
-                if LEVEL == 1:
-                    if by_k:
-                        tl.atomic_add(hist + _COUNT_1 + bins, 1, mask=inside, sem="relaxed")
-                    if by_p:
-                        weight = _weights(score, best, heat)
-                        heavy = inside & (weight >= least)
-                        tl.atomic_add(hist + _WEIGHT_1 + bins, weight, mask=heavy, sem="relaxed")
-                        light += tl.where(inside & (weight < least), weight, 0)
-                elif LEVEL == 2:
+                bins = (key & ((1 << second) - 1)).to(tl.int32)
+                inside = inside & ((key >> second) == prefix)
+            some = tl.max(inside.to(tl.int32), 0) > 0
+            if LEVEL == 1:
+                if by_k & some:
+                    tl.atomic_add(hist + _COUNT_1 + bins, 1, mask=inside, sem="relaxed")
+                # without top-k all ids count in the sum of weights
+                if by_p & (some | (by_k == 0)):
+                    weight = _weights(score, best, inverse_heat)
+                    tl.atomic_add(hist + _WEIGHT_1 + bins, weight, mask=inside, sem="relaxed")
+                    light += tl.where(exists & (key > span), weight, 0)
+            elif some:
+                if LEVEL == 2:
                     if FOR_K:
                         tl.atomic_add(hist + _COUNT_K + bins, 1, mask=inside, sem="relaxed")
                     if by_p:
-                        weight = _weights(score, best, heat)
-                        heavy = inside & (weight >= least)
+                        weight = _weights(score, best, inverse_heat)
                         target = hist + (_WEIGHT_K if FOR_K else _WEIGHT_P) + bins
-                        tl.atomic_add(target, weight, mask=heavy, sem="relaxed")
+                        tl.atomic_add(target, weight, mask=inside, sem="relaxed")
                 else:
                     target = hist + (_LAST_K if FOR_K else _LAST_P) + bins
                     tl.atomic_add(target, 1, mask=inside, sem="relaxed")
@@ -223,6 +268,7 @@ def cut_kernel(
     vocab,
     LEVEL: tl.constexpr,
     FOR_K: tl.constexpr,
+    DROP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program r: finds the bin with the cut in the bins of one level, and notes it in the state.
@@ -240,6 +286,9 @@ def cut_kernel(
     state = state_ptr + row * _STATE
     bins = tl.arange(0, _BINS)
     last_bins = tl.arange(0, _LAST_BINS)
+    first, second = _shifts(state, DROP)
+    base = tl.load(state + 8)
+    inverse_heat = 1.0 / heat.to(tl.float64)
     if FOR_K and LEVEL < 3:
         if by_k:
             count = tl.load(hist + (_COUNT_1 if LEVEL == 1 else _COUNT_K) + bins)
@@ -253,22 +302,24 @@ def cut_kernel(
                 weight_before = tl.load(state + 2)
             at, ids_before = _first_reaching(tl.cumsum(count, 0), ids_before, k)
             weight_before += tl.sum(tl.where(bins < at, weight, 0), 0)
-            tl.store(state, prefix * _BINS + at)
+            if LEVEL == 2:
+                prefix = prefix << (first - second)
+            tl.store(state, prefix + at)
             tl.store(state + 1, ids_before)
             tl.store(state + 2, weight_before)
     elif FOR_K:
         total = tl.zeros([], tl.int64)
         weight_1 = tl.load(hist + _WEIGHT_1 + bins)
         if by_k:
-            prefix = tl.load(state) * _LAST_BINS
+            prefix = tl.load(state) << second
             count = tl.load(hist + _LAST_K + last_bins)
             at, ids_before = _first_reaching(tl.cumsum(count, 0), tl.load(state + 1), k)
             kept = k - ids_before
             equal = tl.sum(tl.where(last_bins == at, count, 0), 0)
-            tl.store(state + 6, prefix + at)
+            tl.store(state + 6, _full(base + prefix + at, DROP))
             tl.store(state + 7, tl.where(kept < equal, kept, -1))
             if by_p:
-                weight = _weights(_score_of(prefix + last_bins), best, heat)
+                weight = _weights(_score_of(base + prefix + last_bins, DROP), best, inverse_heat)
                 taken = tl.where(last_bins < at, count, tl.where(last_bins == at, kept, 0))
                 some = taken > 0  # a key without ids may be no number
                 total = tl.load(state + 2) + tl.sum(tl.where(some, taken * weight, 0), 0)
@@ -287,21 +338,22 @@ def cut_kernel(
             at, weight_before = _first_reaching(
                 tl.cumsum(weight, 0), tl.load(state + 5), tl.load(state + 3)
             )
-            tl.store(state + 4, tl.load(state + 4) * _BINS + at)
+            tl.store(state + 4, (tl.load(state + 4) << (first - second)) + at)
             tl.store(state + 5, weight_before)
     else:
         if by_p:
             goal = tl.load(state + 3)
-            prefix = tl.load(state + 4) * _LAST_BINS
+            prefix = tl.load(state + 4) << second
             count = tl.load(hist + _LAST_P + last_bins)
-            weight = tl.where(count > 0, _weights(_score_of(prefix + last_bins), best, heat), 0)
+            score = _score_of(base + prefix + last_bins, DROP)
+            weight = tl.where(count > 0, _weights(score, best, inverse_heat), 0)
             at, weight_before = _first_reaching(
                 tl.cumsum(count * weight, 0), tl.load(state + 5), goal
             )
             equal = tl.sum(tl.where(last_bins == at, count, 0), 0)
             one = tl.maximum(tl.sum(tl.where(last_bins == at, weight, 0), 0), 1)
             kept = (goal - weight_before + one - 1) // one
-            key = prefix + at
+            key = _full(base + prefix + at, DROP)
             # of the top-k cut itself no more than top-k keeps
             most = tl.where(tl.load(state + 6) == key, tl.load(state + 7), -1)
             kept = tl.where((most >= 0) & (most < kept), most, kept)

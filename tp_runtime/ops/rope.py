@@ -98,6 +98,11 @@ class RopeTable:
         # the sign of rotate_half is folded in: -sin for the first half, +sin for the second
         self._sin = torch.cat((-sin, sin), -1).to(dtype)
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """(cos, signed sin) of all positions, each [max_positions, head_dim], contiguous."""
+        return self._cos, self._sin
+
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) for positions [tokens] int64, each [tokens, 1, head_dim]."""
         cos = self._cos.index_select(0, positions).unsqueeze(1)

@@ -127,6 +127,8 @@ def sample(
     kernels = runs_kernels(logits.device)
     if not kernels:
         logits = logits.float()
+    elif logits.stride(1) != 1:
+        logits = logits.contiguous()
     if mode is SamplerMode.FILTERED:
         mine = slice(group.rank, rows, group.size)
         full = _gather_rows(logits, sizes, mine, group)
@@ -146,7 +148,8 @@ def sample(
         )
         return _share_rows(ids, rows, group)
     if kernels:
-        noise = () if mode is SamplerMode.GREEDY else (temperature, seed, position)
+        noise = tuple(t.contiguous() for t in (temperature, seed, position))
+        noise = () if mode is SamplerMode.GREEDY else noise
         if group.size == 1:
             return sampling_gpu.best_tokens(logits, *noise)
         keys = sampling_gpu.best_keys(logits, vocab_start, *noise)

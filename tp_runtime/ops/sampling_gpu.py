@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _BLOCK: Final = 1024  # columns of a program at a time
 _PROGRAMS: Final = 1056  # what a device holds at once; more rows give each program more columns
 _MOST_PARTS: Final = 512
+# of a float32: the last bits that logits of a 16-bit type leave at zero
+_UNUSED_BITS: Final = {torch.bfloat16: 16, torch.float16: 13}
 
 
 def best_keys(
@@ -36,8 +38,9 @@ def best_keys(
     Args:
         logits: [rows, vocab_local] in a float dtype, the last dimension contiguous.
         vocab_start: global id of the first column.
-        temperature: float32 [rows]; None for the best logits, whatever seed and position.
-        seed, position: int64 [rows].
+        temperature: float32 [rows], contiguous; None for the best logits, whatever seed and
+            position.
+        seed, position: int64 [rows], contiguous.
 
     Returns:
         int64 [rows]: keys as `sampling._encode` packs them, of which the largest over the ranks
@@ -118,21 +121,23 @@ def find_cut(
     best = torch.empty(rows, dtype=torch.int64, device=logits.device)
     params = (best, temperature, top_k, top_p, state, hist)
     grid, stride, common = (parts, rows), logits.stride(0), _common(logits.device)
+    drop = _UNUSED_BITS.get(logits.dtype, 0)
     blocks = -(-vocab // _BLOCK)
     block_keys = _part_keys(logits, 0, None, None, None, parts=blocks, steps=1)
     kernels.limits_kernel[(rows,)](
-        block_keys, top_k, best, state, blocks,
-        BLOCKS_POW2=power_of_two(blocks), num_warps=4, **common,
+        block_keys, temperature, top_k, top_p, best, state, blocks, vocab,
+        BLOCKS_POW2=power_of_two(blocks), DROP=drop, num_warps=4, **common,
     )  # fmt: skip
-    for for_k, levels in ((True, (1, 2, 3)), (False, (2, 3))):
+    later = (3,) if drop else (2, 3)
+    for for_k, levels in ((True, (1, *later)), (False, later)):
         for level in levels:
             kernels.histogram_kernel[grid](
                 logits, *params, stride, vocab, steps,
-                LEVEL=level, FOR_K=for_k, BLOCK=_BLOCK, num_warps=4, **common,
+                LEVEL=level, FOR_K=for_k, DROP=drop, BLOCK=_BLOCK, num_warps=4, **common,
             )  # fmt: skip
             kernels.cut_kernel[(rows,)](
-                *params, vocab, LEVEL=level, FOR_K=for_k, num_warps=8, **common
-            )
+                *params, vocab, LEVEL=level, FOR_K=for_k, DROP=drop, num_warps=8, **common
+            )  # fmt: skip
     return best, state
 
 

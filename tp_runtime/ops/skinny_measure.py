@@ -173,7 +173,7 @@ def measure(
             graph.replay()
         for _ in range(repeats):
             for index, graph in graphs.items():
-                times[index].append(_replay_us(graph, stream) / launches)
+                times[index].append(replay_us(graph, stream) / launches)
     torch.cuda.current_stream(device).wait_stream(stream)
     return [
         SkinnySample(
@@ -235,7 +235,8 @@ def _captured(
     return graph
 
 
-def _replay_us(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
+def replay_us(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
+    """Time of one replay on a stream; waits for it."""
     start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     start.record(stream)
