@@ -50,12 +50,14 @@ def tune(
     if not isinstance(model, TunedModel) or not runs_kernels(group.device):
         return None
     dtype = model.shape.dtype
+    products = tuple(dict.fromkeys((*model.layer_products.values(), *model.other_products)))
     if group.rank == 0:
-        choose = _measured(dtype, group.device, progress) if measured else _usual(dtype)
-        plan = ProductPlan.of(model.products, choose, most_rows=most_rows)
+        choose = _measured(model, dtype, group, progress) if measured else _usual(dtype)
+        plan = ProductPlan.of(products, choose, most_rows=most_rows)
+        log.info("products: %s", plan.to_message())
         _lead(channel, plan, timeout_s)
     else:
-        plan = _follow(channel, model.products, timeout_s)
+        plan = _follow(channel, products, timeout_s)
     model.use_products(plan)
     return plan
 
@@ -68,22 +70,33 @@ def _usual(dtype: torch.dtype) -> Callable[[Product, int], SkinnyConfig | None]:
 
 
 def _measured(
-    dtype: torch.dtype, device: torch.device, progress: Callable[[int, int], None]
+    model: TunedModel,
+    dtype: torch.dtype,
+    group: TpGroup,
+    progress: Callable[[int, int], None],
 ) -> Callable[[Product, int], SkinnyConfig | None]:
+    """Time the products of a layer in a chain of the model's own layers, and the others alone."""
+    from tp_runtime.ops.skinny_layer import choose_layer
     from tp_runtime.ops.skinny_measure import SkinnyShape, best, measure
 
+    layers = model.layer_products
+    of_layer: dict[tuple[Product, int], SkinnyConfig | None] = {}
     done = 0
 
     def choose(product: Product, rows: int) -> SkinnyConfig | None:
         nonlocal done
+        if (product, rows) not in of_layer and product in layers.values():
+            chosen = choose_layer(model.layer_matrices, rows=rows, ranks=group.size)
+            for name, each in layers.items():
+                of_layer[each, rows] = getattr(chosen, name)
+        done += 1
+        progress(done, 0)
+        if (product, rows) in of_layer:
+            return of_layer[product, rows]
         shape = SkinnyShape(
             op=product.op, rows=rows, n=product.n, k=product.k, dtype=dtype, bias=product.bias
         )
-        chosen = best(measure(shape, device))
-        done += 1
-        progress(done, 0)
-        log.info("%s: %s", shape, chosen or "torch")
-        return chosen
+        return best(measure(shape, group.device))
 
     return choose
 

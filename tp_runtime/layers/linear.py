@@ -105,16 +105,16 @@ class ColumnParallelLinear:
         bias: [out / size] or None.
     """
 
-    __slots__ = ("_configs", "_matrix", "_norm", "bias", "product")
+    __slots__ = ("_configs", "bias", "matrix", "norm", "product")
 
     def __init__(self, norm: RmsNorm, weight: Tensor | Matrix, bias: Tensor | None = None) -> None:
-        self._norm = norm
-        self._matrix = weight if isinstance(weight, Matrix) else Matrix(weight)
+        self.norm = norm
+        self.matrix = weight if isinstance(weight, Matrix) else Matrix(weight)
         self.bias = bias
         self.product = Product(
             op=SkinnyOp.NORM_LINEAR,
-            n=self._matrix.out_features,
-            k=self._matrix.in_features,
+            n=self.matrix.out_features,
+            k=self.matrix.in_features,
             bias=bias is not None,
         )
         self._configs: Configs = NO_CONFIGS
@@ -126,11 +126,11 @@ class ColumnParallelLinear:
         """[tokens, in] -> [tokens, out / size]."""
         config = config_for(self._configs, x.shape[0])
         if config is not None:
-            norm = self._norm
+            norm = self.norm
             return skinny_norm_linear(
-                x, norm.weight, norm.eps, self._matrix.weight, self.bias, config=config
+                x, norm.weight, norm.eps, self.matrix.weight, self.bias, config=config
             )
-        out = self._matrix.multiply(self._norm(x))
+        out = self.matrix.multiply(self.norm(x))
         return out if self.bias is None else out.add_(self.bias)
 
 
@@ -142,15 +142,15 @@ class GatedLinear:
         weight: this rank's [2 * inner / size, in], rows of gate before those of up.
     """
 
-    __slots__ = ("_configs", "_matrix", "_norm", "product")
+    __slots__ = ("_configs", "matrix", "norm", "product")
 
     def __init__(self, norm: RmsNorm, weight: Tensor) -> None:
-        self._norm = norm
-        self._matrix = Matrix(weight)
+        self.norm = norm
+        self.matrix = Matrix(weight)
         self.product = Product(
             op=SkinnyOp.NORM_GATE_UP,
-            n=self._matrix.out_features // 2,
-            k=self._matrix.in_features,
+            n=self.matrix.out_features // 2,
+            k=self.matrix.in_features,
         )
         self._configs: Configs = NO_CONFIGS
 
@@ -161,9 +161,9 @@ class GatedLinear:
         """[tokens, in] -> [tokens, inner / size]."""
         config = config_for(self._configs, x.shape[0])
         if config is None:
-            return silu_and_mul(self._matrix.multiply(self._norm(x)))
+            return silu_and_mul(self.matrix.multiply(self.norm(x)))
         return skinny_norm_gate_up(
-            x, self._norm.weight, self._norm.eps, self._matrix.weight, config=config
+            x, self.norm.weight, self.norm.eps, self.matrix.weight, config=config
         )
 
 
@@ -178,14 +178,14 @@ class RowParallelLinear:
         group: sums the partial results.
     """
 
-    __slots__ = ("_adds_residual", "_configs", "_group", "_matrix", "product")
+    __slots__ = ("_adds_residual", "_configs", "_group", "matrix", "product")
 
     def __init__(self, weight: Tensor, group: TpGroup) -> None:
-        self._matrix = Matrix(weight)
+        self.matrix = Matrix(weight)
         self._group = group
         self._adds_residual = group.rank == 0
         self.product = Product(
-            op=SkinnyOp.LINEAR_RESIDUAL, n=self._matrix.out_features, k=self._matrix.in_features
+            op=SkinnyOp.LINEAR_RESIDUAL, n=self.matrix.out_features, k=self.matrix.in_features
         )
         self._configs: Configs = NO_CONFIGS
 
@@ -203,7 +203,7 @@ class RowParallelLinear:
             [tokens, out], equal on every rank.
         """
         config = config_for(self._configs, x.shape[0])
-        matrix = self._matrix
+        matrix = self.matrix
         if config is None:
             add = self._adds_residual
             out = matrix.multiply_add(x, residual) if add else matrix.multiply(x)

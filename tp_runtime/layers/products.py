@@ -18,6 +18,8 @@ from tp_runtime.ops.skinny_config import MOST_ROWS, SkinnyConfig, SkinnyOp
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from tp_runtime.ops.skinny_layer import LayerMatrices
+
 ROWS: Final = (1, 2, 4, 8, 16, 32, MOST_ROWS)
 """A choice is made for each of these; a product with fewer rows takes that of the next."""
 
@@ -45,7 +47,17 @@ class TunedModel(Protocol):
     """A model that lets its products be chosen."""
 
     @property
-    def products(self) -> tuple[Product, ...]: ...
+    def layer_products(self) -> Mapping[str, Product]:
+        """Those of a layer: "qkv", "output", "gate_up" and "down"."""
+        ...
+
+    @property
+    def other_products(self) -> tuple[Product, ...]: ...
+
+    @property
+    def layer_matrices(self) -> Sequence[LayerMatrices]:
+        """The matrices of each layer as they lie in memory, to measure with."""
+        ...
 
     def use_products(self, plan: ProductPlan) -> None:
         """Run every product as the plan says from here on."""

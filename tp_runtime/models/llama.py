@@ -18,6 +18,7 @@ from tp_runtime.layers.vocab import VocabParallelEmbedding, VocabParallelHead
 from tp_runtime.models.base import ModelShape, QkNorm
 from tp_runtime.ops.norm import RmsNorm
 from tp_runtime.ops.rope import RopeTable
+from tp_runtime.ops.skinny_layer import LayerMatrices
 
 if TYPE_CHECKING:
     import torch
@@ -71,11 +72,20 @@ class LlamaLayer:
         return self._down(self._gate_up(x), x)
 
     @property
-    def linears(
-        self,
-    ) -> tuple[ColumnParallelLinear, RowParallelLinear, GatedLinear, RowParallelLinear]:
-        """In the order of their use."""
-        return self._qkv, self._output, self._gate_up, self._down
+    def linears(self) -> dict[str, ColumnParallelLinear | RowParallelLinear | GatedLinear]:
+        """By the names that `LayerMatrices` has for them."""
+        return {
+            "qkv": self._qkv,
+            "output": self._output,
+            "gate_up": self._gate_up,
+            "down": self._down,
+        }
+
+    @property
+    def matrices(self) -> LayerMatrices:
+        """The weights themselves."""
+        weights = {name: linear.matrix.weight for name, linear in self.linears.items()}
+        return LayerMatrices(norm=self._qkv.norm.weight, **weights)
 
 
 class LlamaModel:
@@ -149,14 +159,23 @@ class LlamaModel:
         return self._head(hidden)
 
     @property
-    def products(self) -> tuple[Product, ...]:
+    def layer_products(self) -> dict[str, Product]:
         """See `TunedModel`; all layers make the same ones."""
-        linears = (*self._layers[0].linears, self._head.linear)
-        return tuple(dict.fromkeys(linear.product for linear in linears))
+        return {name: linear.product for name, linear in self._layers[0].linears.items()}
+
+    @property
+    def other_products(self) -> tuple[Product, ...]:
+        """See `TunedModel`."""
+        return (self._head.linear.product,)
+
+    @property
+    def layer_matrices(self) -> list[LayerMatrices]:
+        """See `TunedModel`."""
+        return [layer.matrices for layer in self._layers]
 
     def use_products(self, plan: ProductPlan) -> None:
         """See `TunedModel`."""
         for layer in self._layers:
-            for linear in layer.linears:
+            for linear in layer.linears.values():
                 linear.use_products(plan)
         self._head.linear.use_products(plan)
