@@ -203,7 +203,7 @@ def build_rank(
         model,
         channel,
         group,
-        most_rows=max(sizes.buckets),
+        most_rows=sizes.slots,
         measured=config.enable_dynamic_decode_backend,
         timeout_s=config.join_timeout_s,
         progress=lambda done, total: progress("products", done, total),
