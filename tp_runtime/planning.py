@@ -207,6 +207,8 @@ class _Choice:
             log.warning("nothing was measured, the fixed priority holds: %s", error)
             return None, "fixed priority"
         fresh = KeptPlan(plan=self._select(report), report=report)
+        if not fresh.plan.measured:
+            log.warning("nothing was measured, the fixed priority holds: see the refusals")
         # half of the cells, or noise, are no basis for later starts
         sound = fresh.plan.measured and report.complete and not disturbed(fresh.plan)
         if fingerprint is not None and sound:
