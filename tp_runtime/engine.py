@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from tp_runtime.group import GroupStatistics
     from tp_runtime.models.base import DecodeModel
     from tp_runtime.pages import PagePoolStatistics
+    from tp_runtime.planning import Source
     from tp_runtime.requests import RequestOutput
     from tp_runtime.root_loop import Tokenizer
     from tp_runtime.sampling import SamplingParams
@@ -148,8 +149,8 @@ class Engine:
         """Bring this rank up together with the others; returns when all are ready.
 
         Args:
-            progress: called with (stage, done, total); the stages are "load", "selection" and
-                "capture".
+            progress: called with (stage, done, total); the stages are "load", "build",
+                "selection" and "capture". A peer gets those of the selection from rank 0.
 
         Raises:
             TpRuntimeError: what went wrong, on this or on another rank, named.
@@ -339,6 +340,11 @@ class Engine:
     def plan_digest(self) -> str | None:
         """Of a measured plan; None when nothing was measured."""
         return self._started()[0].plan_digest
+
+    @property
+    def plan_source(self) -> Source:
+        """Whether the plan was measured now, or by an earlier start, or is the fixed priority."""
+        return self._started()[0].decision.source
 
     @property
     def capture_digest(self) -> str | None:
