@@ -197,6 +197,7 @@ class Ours(Contender):
     def receive_many(self, payload: str, first: int, count: int, arrived: memoryview) -> int:
         if first == 0:
             self._decoder = StepDecoder()  # every segment is a run of steps of its own
+            self.channel.rehearse_with(self._decoder.rehearse)
         return super().receive_many(payload, first, count, arrived)
 
     def receiver(self, payload: str) -> Callable[[], Any]:

@@ -101,22 +101,21 @@ class Cadence:
         """
         return self._intervals_s.get(kind, 0.0)
 
-    def count(self, now_s: float, kind: int = 0) -> None:
-        """Learn that a message of this kind was sent now."""
+    def count(self, now_s: float, kind: int = 0) -> float:
+        """Learn that a message of this kind was sent now; returns `expected_s(kind)`."""
         gap_s, self._last_s = now_s - self._last_s, now_s
         before, self._kind = self._kind, kind
+        intervals_s = self._intervals_s
         if gap_s < _LONGEST_PREDICTION_S:
-            self._learn(before, gap_s)
-
-    def _learn(self, kind: int, gap_s: float) -> None:
-        mean_s = self._intervals_s.setdefault(kind, gap_s)
-        if abs(gap_s - mean_s) <= mean_s / 4:
-            self._intervals_s[kind] = mean_s + 0.2 * (gap_s - mean_s)
-        elif abs(gap_s - self._odd_s) <= self._odd_s / 4:
-            # the second of its length in a row is a new cadence, a single one is a pause
-            self._intervals_s[kind] = gap_s
-        else:
-            self._odd_s = gap_s
+            mean_s = intervals_s.setdefault(before, gap_s)
+            if abs(gap_s - mean_s) <= mean_s / 4:
+                intervals_s[before] = mean_s + 0.2 * (gap_s - mean_s)
+            elif abs(gap_s - self._odd_s) <= self._odd_s / 4:
+                # the second of its length in a row is a new cadence, a single one is a pause
+                intervals_s[before] = gap_s
+            else:
+                self._odd_s = gap_s
+        return intervals_s.get(kind, 0.0)
 
 
 class Sleeper:
@@ -127,11 +126,10 @@ class Sleeper:
         self._epoll = select.epoll()
         self._epoll.register(first, select.EPOLLIN)
         self._epoll.register(second, select.EPOLLIN)
+        # Waits that may be a little longer: seconds, and how many events to report.
+        self.block = self._epoll.poll
         # epoll rounds up to whole milliseconds; select does not, but refuses high descriptors
         self._exact = max(self._both) < _SELECT_LIMIT
-
-    def block(self, timeout_s: float) -> None:
-        self._epoll.poll(min(timeout_s, 3600.0), 2)
 
     def sleep(self, timeout_s: float) -> None:
         """As `block`, but never longer than asked."""

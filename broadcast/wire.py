@@ -39,7 +39,7 @@ MEMFD_MARK = b"M"
 PLAIN_HEADER = struct.Struct("<QIIQQ")
 MAX_INTERVAL_S = 4294.0
 # Both sides read one clock, so a send time ahead of it by more than this is not one of ours.
-_FUTURE_NS = 1_000_000_000
+FUTURE_NS = 1_000_000_000
 
 
 class Kind(enum.IntEnum):
@@ -138,36 +138,6 @@ def plain_first(epoch: int) -> int:
     return int.from_bytes(head[:8], "little")
 
 
-class PlainFrames:
-    """Recognises the frame of every step in one comparison.
-
-    A receiver runs this between two steps of a GPU. What it does not recognise goes to
-    `parse_frame`, which says what is wrong with it or that nothing is.
-    """
-
-    __slots__ = ("_first", "_most_bytes")
-
-    def __init__(self, *, epoch: int, most_bytes: int) -> None:
-        self._first = plain_first(epoch)
-        self._most_bytes = most_bytes
-
-    def times(self, packet: memoryview, *, sequence: int, now_ns: int) -> tuple[int, int] | None:
-        """sent_ns and interval_us of such a frame; None: not one, or not a valid one."""
-        size = len(packet)
-        if size < HEADER_BYTES:
-            return None
-        first, length, interval_us, got, sent_ns = PLAIN_HEADER.unpack_from(packet)
-        if (
-            first == self._first
-            and length == size - HEADER_BYTES
-            and length <= self._most_bytes
-            and got == sequence
-            and sent_ns <= now_ns + _FUTURE_NS
-        ):
-            return sent_ns, interval_us
-        return None
-
-
 def parse_frame(
     packet: memoryview, *, sequence: int, epoch: int | None, now_ns: int | None = None
 ) -> tuple[Header, memoryview]:
@@ -223,7 +193,7 @@ def parse_frame(
         raise ProtocolError(f"sequence: expected {sequence}, got {got} ({kind.name})")
     if now_ns is None:
         now_ns = time.monotonic_ns()
-    if sent_ns > now_ns + _FUTURE_NS:
+    if sent_ns > now_ns + FUTURE_NS:
         raise ProtocolError(
             f"sent_ns: {sent_ns} is {(sent_ns - now_ns) / 1e9:.1f} s ahead of this host's clock"
         )
