@@ -19,12 +19,14 @@ from tp_runtime.broadcast.deadline import Deadline
 from tp_runtime.broadcast.inbox import Inbox
 from tp_runtime.broadcast.pace import Pace
 from tp_runtime.broadcast.patience import Patience
+from tp_runtime.broadcast.region import RegionReader
 from tp_runtime.broadcast.sockets import close_all, process_state, read_memfd
 from tp_runtime.broadcast.watch import Watch
 from tp_runtime.broadcast.wire import (
     FUTURE_NS,
     HEADER_BYTES,
     MEMFD_MARK,
+    OFFSET,
     PLAIN_HEADER,
     Header,
     Kind,
@@ -69,6 +71,7 @@ class PeerBroadcaster(CpuTpBroadcaster):
         self._root = membership.root
         self._siblings = membership.siblings
         self._progress = membership.progress
+        self._region: RegionReader | None = None
         self._unanswered = 0
         self._promised_s = 0.0
         # Written by the watch too; a float is replaced whole.
@@ -261,7 +264,7 @@ class PeerBroadcaster(CpuTpBroadcaster):
             )
         message = None
         if header.kind is not Kind.CLOSE:
-            message = self._large_body(header, timeout_s) if header.in_memfd else decode(body)
+            message = self._outside(header, body, timeout_s) if header.outside else decode(body)
         self._sequence = self._progress.words[self.rank] = header.sequence
         if header.kind in (Kind.MESSAGE, Kind.CONFIRM):
             # The interval of a confirm is a promise of its decision, not the time to the next one.
@@ -320,25 +323,49 @@ class PeerBroadcaster(CpuTpBroadcaster):
     def _ask_root(self) -> None:
         self._root.control.try_send(Kind.PING)
 
-    def _large_body(self, header: Header, timeout_s: float | None) -> Message:
+    def _outside(self, header: Header, body: memoryview, timeout_s: float | None) -> Message:
+        """The message of a frame whose body is in a memfd or a region."""
+        offset = OFFSET.unpack(body)[0] if header.in_region else 0
+        descriptors = self._descriptors(timeout_s) if header.with_memfd else []
+        try:
+            if header.in_region and descriptors:
+                fresh = RegionReader(descriptors[0])
+                self._close_region()
+                self._region = fresh
+            if not header.in_region:
+                with (
+                    read_memfd(descriptors[0], header.length) as mapped,
+                    memoryview(mapped) as view,
+                ):
+                    message = decode(view)
+            elif self._region is None:
+                raise ProtocolError("a body in a region before any region was passed")
+            else:
+                message = self._region.read(offset, header.length, sequence=header.sequence)
+        finally:
+            close_all(descriptors)
+        self._counters.large_messages += 1
+        return message
+
+    def _descriptors(self, timeout_s: float | None) -> list[int]:
+        """The one descriptor that follows a frame."""
         take = self._root.data.receive_with_descriptors
         try:
             packet, descriptors = take()
         except OSError as error:
             packet, descriptors = self._await(take, error, timeout_s, silence=True)
-        try:
-            if not packet:
-                self._raise_end()
-            if packet != MEMFD_MARK or len(descriptors) != 1:
-                raise ProtocolError(
-                    f"large body: expected one descriptor, got {len(descriptors)} "
-                    f"and {len(packet)} bytes"
-                )
-            self._counters.large_messages += 1
-            with read_memfd(descriptors[0], header.length) as mapped, memoryview(mapped) as view:
-                return decode(view)
-        finally:
-            close_all(descriptors)
+        if packet == MEMFD_MARK and len(descriptors) == 1:
+            return descriptors
+        close_all(descriptors)
+        if not packet:
+            self._raise_end()
+        raise ProtocolError(
+            f"large body: expected one descriptor, got {len(descriptors)} and {len(packet)} bytes"
+        )
+
+    def _close_region(self) -> None:
+        if self._region is not None:
+            self._region.close()
 
     # ends ------------------------------------------------------------------------------------
 
@@ -473,4 +500,5 @@ class PeerBroadcaster(CpuTpBroadcaster):
     def _release(self) -> None:
         self._watch.release()
         self._inbox.close()
+        self._close_region()
         self._membership.close()

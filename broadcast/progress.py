@@ -27,8 +27,8 @@ class Progress:
 
     An acknowledgement that costs its sender one store and its reader one load: no packet, no
     system call, no thread woken on rank 0, and nothing unread when a socket is closed. It only
-    tells how far a rank is; no message is recycled or sent again because of it, so the order of
-    the stores does not matter.
+    tells how far a rank is. The slots of a region are used again because of it, see region.py for
+    the order of loads and stores which that needs.
     """
 
     __slots__ = ("_map", "words")

@@ -23,13 +23,16 @@ from tp_runtime.broadcast.deadline import Deadline
 from tp_runtime.broadcast.fan_out import FanOut, LinkBroken, LinksFull
 from tp_runtime.broadcast.pace import Cadence
 from tp_runtime.broadcast.progress import LagBound, Progress
+from tp_runtime.broadcast.region import RegionWriter
 from tp_runtime.broadcast.sockets import close_all, process_state, write_memfd
 from tp_runtime.broadcast.statistics import PeerStatistics
 from tp_runtime.broadcast.watch import Watch
 from tp_runtime.broadcast.wire import (
     HEADER_BYTES,
     MAX_INTERVAL_S,
+    OFFSET,
     PLAIN_HEADER,
+    Flag,
     Kind,
     pack_frame,
     plain_first,
@@ -61,6 +64,7 @@ class RootBroadcaster(CpuTpBroadcaster):
         super().__init__(rank=0, world_size=world_size, config=config)
         self._links = links
         self._progress = progress
+        self._region = RegionWriter()
         self._lag = LagBound(links, timeout_s=config.timeout_s)
         self._fan_out = FanOut(
             list(links.values()),
@@ -229,25 +233,44 @@ class RootBroadcaster(CpuTpBroadcaster):
                 f"{self.config.max_message_bytes}; send less or raise it on every rank"
             )
         large = length > self._inline_bytes
-        frame = pack_frame(
-            kind,
-            b"" if large else b"".join(parts),
-            sequence=self._sequence + 1,
-            epoch=self.config.epoch,
-            interval_us=interval_us,
-            memfd_bytes=length if large else None,
-            checksum=self.config.checksum,
-        )
-        memfd = write_memfd(parts) if large else -1
+        outside, memfd, body = 0, -1, b""
+        if large:
+            outside, memfd, body = self._lay_out(parts, length)
+        else:
+            body = b"".join(parts)
         try:
+            frame = pack_frame(
+                kind,
+                body,
+                sequence=self._sequence + 1,
+                epoch=self.config.epoch,
+                interval_us=interval_us,
+                outside=outside,
+                outside_bytes=length,
+                checksum=self.config.checksum,
+            )
             self._send(frame, timeout_s, memfd)
         finally:
-            if large:
+            if memfd >= 0:
                 os.close(memfd)
         if kind is not Kind.DECISION:
             self._counters.messages += 1
             self._counters.body_bytes += length
             self._counters.large_messages += large
+
+    def _lay_out(self, parts: list[bytes | memoryview], length: int) -> tuple[int, int, bytes]:
+        """Put a large body where the peers find it: flags, a memfd to pass or -1, bytes to send."""
+        taken = min(
+            (self._progress.seen(rank) for rank, link in self._links.items() if not link.left),
+            default=0,
+        )
+        sequence = self._sequence + 1
+        offset = self._region.place(parts, length=length, sequence=sequence, taken=taken)
+        if offset is None:
+            return Flag.MEMFD, write_memfd(parts), b""
+        memfd = self._region.take_descriptor()
+        known = memfd < 0
+        return Flag.REGION if known else Flag.REGION | Flag.MEMFD, memfd, OFFSET.pack(offset)
 
     def _send(self, frame: bytes, timeout_s: float | None, memfd: int) -> None:
         self._in_call = True
@@ -450,6 +473,7 @@ class RootBroadcaster(CpuTpBroadcaster):
         for link in self._links.values():
             link.close()
         self._progress.close()
+        self._region.close()
 
     def _peer_statistics(self) -> tuple[PeerStatistics, ...]:
         return tuple(

@@ -187,3 +187,24 @@ def test_patience_with_a_decision_is_not_renewed_by_a_sign_of_life() -> None:
     clock.now_s += 1.0
     assert patience.next_s() is None
     assert asked == []
+
+
+def test_large_messages_go_through_one_region_and_past_it_when_a_peer_is_slow(
+    spinning: tuple[CpuTpBroadcaster, PeerBroadcaster],
+) -> None:
+    root, peer = spinning
+    bodies = [bytes([number]) * 400_000 for number in range(8)]
+    root.publish(bodies[0])
+    assert peer.receive() == bodies[0]
+    first = peer._region
+    for large in bodies:
+        root.publish(large)  # both slots are full from the third on
+    assert [peer.receive() for _ in bodies] == bodies
+    assert peer._region is first
+    assert peer.statistics().large_messages == root.statistics().large_messages == 9
+    larger = b"L" * 3_000_000
+    root.publish({"k": larger})
+    assert peer.receive() == {"k": larger}
+    assert peer._region is not first
+    root.publish(bodies[1])
+    assert peer.receive() == bodies[1]

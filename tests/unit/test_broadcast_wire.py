@@ -7,7 +7,9 @@ import pytest
 from tp_runtime.broadcast.codec import encode
 from tp_runtime.broadcast.wire import (
     HEADER_BYTES,
+    OFFSET,
     PLAIN_HEADER,
+    Flag,
     Kind,
     pack_frame,
     parse_frame,
@@ -61,18 +63,40 @@ def test_round_trip(checksum: bool) -> None:
     assert header.kind is Kind.MESSAGE
     assert (header.length, header.interval_us, header.sequence) == (4, 1000, 7)
     assert header.sent_ns == NOW_NS
-    assert not header.in_memfd
+    assert not header.outside
     assert bytes(body) == encode("abc")
 
 
 def test_a_body_in_a_memfd_is_not_in_the_packet() -> None:
-    packet = pack_frame(Kind.CONFIRM, sequence=1, epoch=0, memfd_bytes=1 << 20)
+    packet = pack_frame(
+        Kind.CONFIRM, sequence=1, epoch=0, outside=Flag.MEMFD, outside_bytes=1 << 20
+    )
     header, body = parse_frame(memoryview(packet), sequence=1, epoch=0)
-    assert header.in_memfd
+    assert header.with_memfd
+    assert not header.in_region
     assert header.length == 1 << 20
     assert len(body) == 0
     with pytest.raises(ProtocolError, match="length"):
         parse_frame(memoryview(packet + b"x"), sequence=1, epoch=0)
+
+
+def test_of_a_body_in_a_region_the_packet_has_the_offset() -> None:
+    packet = pack_frame(
+        Kind.MESSAGE,
+        OFFSET.pack(4096),
+        sequence=1,
+        epoch=0,
+        outside=Flag.REGION,
+        outside_bytes=1 << 20,
+    )
+    header, body = parse_frame(memoryview(packet), sequence=1, epoch=0)
+    assert header.in_region
+    assert not header.with_memfd
+    assert header.length == 1 << 20
+    assert OFFSET.unpack(body) == (4096,)
+    for wrong in (packet[:-1], packet + b"x", packet[:HEADER_BYTES]):
+        with pytest.raises(ProtocolError, match="length: header says 8 bytes"):
+            parse_frame(memoryview(wrong), sequence=1, epoch=0)
 
 
 @pytest.mark.parametrize("checksum", [False, True])
