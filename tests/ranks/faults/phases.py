@@ -7,9 +7,9 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from tests.ranks.fault_board import failed, now
-from tests.ranks.fault_cells import EPOCH, GRACE_S, LONG_S, TIMEOUT_S
-from tests.ranks.fault_strike import after_send, inside
+from tests.ranks.faults.board import failed, now
+from tests.ranks.faults.cells import EPOCH, GRACE_S, LONG_S, TIMEOUT_S
+from tests.ranks.faults.strike import after_send, inside
 from tp_runtime.broadcast.codec import encode
 from tp_runtime.broadcast.sockets import PacketSocket
 from tp_runtime.broadcast.wire import Kind, pack_frame
@@ -17,7 +17,7 @@ from tp_runtime.broadcast.wire import Kind, pack_frame
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.ranks.fault_play import Play
+    from tests.ranks.faults.play import Play
     from tp_runtime.broadcast import CpuTpBroadcaster
 
 _SETTLE_S = 0.02

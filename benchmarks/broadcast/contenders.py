@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING, Any
 
-from broadcast_payloads import LARGE, PLAN, RAW, Payload
+from payloads import LARGE, PLAN, RAW, Payload
 
 from tp_runtime.broadcast import BroadcasterConfig, CpuTpBroadcaster
 from tp_runtime.step_message import StepDecoder, StepEncoder
