@@ -38,7 +38,7 @@ def idle(play: Play, channel: CpuTpBroadcaster) -> None:
         time.sleep(_SETTLE_S)
         play.strike()
     else:
-        play.me.until_struck()
+        play.until_struck()
         _look_out(play, channel)
     play.go_on(channel)
 
@@ -88,7 +88,7 @@ def in_receive(play: Play, channel: CpuTpBroadcaster) -> None:
             play.me.until_all_at(_BEFORE, play.others)
             time.sleep(_SETTLE_S)
             play.strike()
-        play.me.until_struck()
+        play.until_struck()
         if play.cell.fault in ("eintr", "jump"):
             time.sleep(LONG_S)
     else:
@@ -135,7 +135,7 @@ def _answer_in_confirm(play: Play, channel: CpuTpBroadcaster) -> None:
         time.sleep(_SETTLE_S)
         play.strike()
     elif play.cell.side == "root" and play.me.rank == play.cell.last:
-        play.me.until_struck()
+        play.until_struck()
     play.calls_from_s = now()
     play.me.arrive(2)
     play.acknowledge(channel)
@@ -153,7 +153,7 @@ def in_close(play: Play, channel: CpuTpBroadcaster) -> None:
     full = play.cell.fault == "full"
     if channel.rank == 0:
         if full:
-            play.me.until_struck()
+            play.until_struck()
             for _ in range(packets_that_fit()):
                 play.publish(channel, _FLOOD_BYTES)
             play.calls_from_s = now()
@@ -166,7 +166,7 @@ def in_close(play: Play, channel: CpuTpBroadcaster) -> None:
         if play.is_victim:
             _close_and_strike(play, channel)
             return
-        play.me.until_struck()
+        play.until_struck()
     elif play.is_victim and full:
         play.strike()
     elif play.is_victim:

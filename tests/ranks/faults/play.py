@@ -166,7 +166,7 @@ class Play:
                 or (cell.fault == "kill" and cell.size == 2)
             )
             if rank == cell.last and not comes_to_an_impostor:
-                self._until_struck()
+                self.until_struck()
                 if cell.fault == "kill":
                     # or it would be the last in the backlog of a process that is about to go
                     root = self.board.pid(0)
@@ -174,17 +174,18 @@ class Play:
             return
         if cell.size == 2:
             if cell.harmless:
-                self._until_struck()
+                self.until_struck()
             return
         if rank != cell.last:
             return
         if cell.harmless or cell.fault in ("stop", "kill_parent"):
-            self._until_struck()
+            self.until_struck()
         elif cell.fault in ("kill", "closed_control", "garbage"):
             # when rank 0 has given up nobody listens any more
             self.me.until(lambda: not self._root_listens(), "the end of rank 0's join")
 
-    def _until_struck(self) -> None:
+    def until_struck(self) -> None:
+        """Wait for the fault; for a jump of the clock until it is over."""
         self.me.until_struck()
         if self.cell.fault == "jump":
             # a clock that jumps between two lines of a call is none of a host that was suspended
