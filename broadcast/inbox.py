@@ -54,7 +54,7 @@ class Inbox:
         """Sleep, spin and block until `take` gives something; None: the patience is over.
 
         Args:
-            take: raises BlockingIOError while nothing is there. The caller has tried it already.
+            take: raises BlockingIOError while nothing is there.
 
         Raises:
             BroadcastError: the channel has ended.
@@ -93,8 +93,8 @@ class Inbox:
                 # Let whoever needs this core have it: a spin that does not yield is the worst
                 # neighbour of the rank that it waits for.
                 yield_core()
-                if latch.error is not None:
-                    latch.check()
+            if latch.error is not None:
+                latch.check()
         return None
 
     def _block(self, take: Callable[[], Taken], patience: Patience) -> Taken | None:

@@ -18,8 +18,10 @@ _UNANNOUNCED_SPIN_S = 5e-3
 _LEAST_MARGIN_S = 50e-6
 _MOST_MARGIN_S = 2e-3
 _MOST_SHARE = 0.2
-# A timer wakes late by 50-80 us on a usual machine; what it is on this one is learned.
+# A timer wakes late by 50-80 us on a usual machine; what it is on this one, and by how much that
+# varies, is learned.
 _TIMER_LATE_S = 80e-6
+_TIMER_VARIES_S = 40e-6
 # An announced message further away than this is waited for in the kernel.
 _LONGEST_PREDICTION_S = 1.0
 _SELECT_LIMIT = 1024
@@ -33,7 +35,15 @@ class Pace:
         may_spin: there is a core for every rank; otherwise a spin only delays the others.
     """
 
-    __slots__ = ("_error_s", "_expected_s", "_interval_s", "_late_s", "_trusted", "mode")
+    __slots__ = (
+        "_error_s",
+        "_expected_s",
+        "_interval_s",
+        "_late_s",
+        "_trusted",
+        "_varies_s",
+        "mode",
+    )
 
     def __init__(self, mode: WaitMode, *, may_spin: bool) -> None:
         self.mode: WaitMode = mode if may_spin else "efficient"
@@ -41,11 +51,12 @@ class Pace:
         self._interval_s = 0.0
         self._error_s = 0.0
         self._late_s = _TIMER_LATE_S
+        self._varies_s = _TIMER_VARIES_S
         self._trusted = True
 
     @property
     def _margin_s(self) -> float:
-        wanted_s = _LEAST_MARGIN_S + 2 * self._late_s + 3 * self._error_s
+        wanted_s = _LEAST_MARGIN_S + self._late_s + 2 * self._varies_s + 3 * self._error_s
         return min(wanted_s, _MOST_MARGIN_S, _MOST_SHARE * self._interval_s)
 
     def plan(self, now_s: float) -> tuple[float, float]:
@@ -67,7 +78,9 @@ class Pace:
     def woke(self, *, late_s: float) -> None:
         """Learn from a sleep that ended this much after its time; negative: a message ended it."""
         if late_s >= 0:
-            self._late_s += 0.1 * (min(late_s, _MOST_MARGIN_S) - self._late_s)
+            off_s = min(late_s, _MOST_MARGIN_S) - self._late_s
+            self._late_s += 0.1 * off_s
+            self._varies_s += 0.1 * (abs(off_s) - self._varies_s)
 
     def observe(self, *, sent_s: float, interval_s: float) -> None:
         """Learn from a message: how far off its announcement was, and what it announces."""

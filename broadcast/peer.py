@@ -126,8 +126,12 @@ class PeerBroadcaster(CpuTpBroadcaster):
         try:
             try:
                 size = self._take()
+            except BlockingIOError:
+                size = -1
             except OSError as error:
-                size = self._await(self._take, error, timeout_s, silence=True)
+                size = self._take_after(error, self._take)
+            if size < 0:
+                size = self._await(self._take, timeout_s, silence=True)
             return self._open(size, self._sequence + 1, timeout_s)
         except ProtocolError as error:
             self._blame(error)
@@ -224,10 +228,7 @@ class PeerBroadcaster(CpuTpBroadcaster):
     def _decision(self, timeout_s: float) -> tuple[Kind, Message]:
         self._in_call = True
         try:
-            try:
-                size = self._take()
-            except OSError as error:
-                size = self._await(self._take, error, timeout_s, silence=False)
+            size = self._await(self._take, timeout_s, silence=False)
             header, body = self._frame(size, monotonic_ns(), timeout_s)
             return header.kind, body
         except ProtocolError as error:
@@ -290,15 +291,8 @@ class PeerBroadcaster(CpuTpBroadcaster):
         self._heard_s = max(self._heard_s, arrivals[-1][1] / 1e9)
         arrivals.clear()
 
-    def _await(
-        self,
-        take: Callable[[], Taken],
-        found: OSError,
-        timeout_s: float | None,
-        *,
-        silence: bool,
-    ) -> Taken:
-        """What `take` gives as soon as it gives something; it has been tried and `found` this."""
+    def _await(self, take: Callable[[], Taken], timeout_s: float | None, *, silence: bool) -> Taken:
+        """What `take` gives as soon as it gives something."""
         self._settle()
         patience = Patience(
             self.config.timeout_s if timeout_s is None else timeout_s,
@@ -306,18 +300,23 @@ class PeerBroadcaster(CpuTpBroadcaster):
             ask=self._ask_root,
         )
         try:
-            try:
-                if not isinstance(found, BlockingIOError):
-                    raise found
-                taken = self._inbox.wait(take, patience)
-            except ConnectionResetError:
-                # Rank 0 closed with unread packets of ours. That is reported once and hides what
-                # it had sent before; those packets are still in the queue.
-                taken = take()
+            taken = self._inbox.wait(take, patience)
         except OSError as error:
-            self._raise_root_gone(f"its connection broke ({error.strerror})")
+            return self._take_after(error, take)
         if taken is None:
             self._raise_late(patience.timeout_s, "was silent" if silence else "did not decide")
+        return taken
+
+    def _take_after(self, error: OSError, take: Callable[[], Taken]) -> Taken:
+        """What the connection still gives after an error."""
+        taken = None
+        if isinstance(error, ConnectionResetError):
+            # Rank 0 closed with unread packets of ours. That is reported once and hides what it
+            # had sent before; those packets are still in the queue.
+            with contextlib.suppress(OSError):
+                taken = take()
+        if taken is None:
+            self._raise_root_gone(f"its connection broke ({error.strerror})")
         return taken
 
     def _ask_root(self) -> None:
@@ -350,10 +349,7 @@ class PeerBroadcaster(CpuTpBroadcaster):
     def _descriptors(self, timeout_s: float | None) -> list[int]:
         """The one descriptor that follows a frame."""
         take = self._root.data.receive_with_descriptors
-        try:
-            packet, descriptors = take()
-        except OSError as error:
-            packet, descriptors = self._await(take, error, timeout_s, silence=True)
+        packet, descriptors = self._await(take, timeout_s, silence=True)
         if packet == MEMFD_MARK and len(descriptors) == 1:
             return descriptors
         close_all(descriptors)
