@@ -32,7 +32,7 @@ class BroadcasterStatistics:
         sequence: number of the last frame sent (rank 0) or received (peers) on the data socket.
         messages: published or confirmed (rank 0), or received (peers).
         body_bytes: encoded bodies of these, counted once however many peers there are.
-        large_messages: how many of them travelled in a memfd.
+        large_messages: how many of them travelled outside of the packet.
         confirms: decisions made (rank 0) or received (peers); refused: those against.
         heartbeats: sent (rank 0) or received (peers).
         waits: calls that had to wait in the kernel.

@@ -438,6 +438,7 @@ class Engine:
                 timeout_s=config.join_timeout_s,
                 failure=lambda: channel.failure,
             )
+        channel.rehearse_with(self._decoder.rehearse)
         if self._watcher is not None:
             self._watcher.watch_group(group)
         agree_alike(
