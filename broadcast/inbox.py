@@ -48,6 +48,8 @@ class Inbox:
         self._counters = counters
         self._rehearse = rehearse
         self._sleeper = Sleeper(data_fd, latch.wake_fd)
+        # Waits in the kernel until something may be there: seconds, and 2.
+        self.poll = self._sleeper.block
         self._spun_from_s = 0.0
 
     def wait(self, take: Callable[[], Taken], patience: Patience) -> Taken | None:
@@ -98,7 +100,7 @@ class Inbox:
         return None
 
     def _block(self, take: Callable[[], Taken], patience: Patience) -> Taken | None:
-        block, clock = self._sleeper.block, time.monotonic
+        block, clock = self.poll, time.monotonic
         while True:
             self._latch.check()
             asked_s = patience.next_s()

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 # No single wait in the kernel is longer.
-_LONGEST_S = 3600.0
+LONGEST_S = 3600.0
 
 
 class Patience:
@@ -22,6 +22,7 @@ class Patience:
         heard_s: when rank 0 was last heard, seconds of the clock; None: whatever is heard, the
             time is not counted anew.
         ask: asks rank 0 for a sign of life, since this timeout may be shorter than its heartbeat.
+        from_s: when the silence began, seconds of the clock; now if None.
         clock: monotonic seconds; tests inject their own.
     """
 
@@ -33,9 +34,10 @@ class Patience:
         *,
         heard_s: Callable[[], float] | None,
         ask: Callable[[], None],
+        from_s: float | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        self._deadline = Deadline(timeout_s, clock=clock)
+        self._deadline = Deadline(timeout_s, from_s=from_s, clock=clock)
         self._heard_s = heard_s
         self._ask = ask
         self._asked = heard_s is None
@@ -57,10 +59,10 @@ class Patience:
         if not self._asked:
             half_s = wait_s - deadline.timeout_s / 2
             if half_s > 0:
-                return min(half_s, _LONGEST_S)
+                return min(half_s, LONGEST_S)
             self._ask()
             self._asked = True
-        return min(wait_s, _LONGEST_S)
+        return min(wait_s, LONGEST_S)
 
     def woke(self, *, slept_from_s: float, asked_s: float) -> None:
         """Tell that a wait of at most `asked_s` seconds began at `slept_from_s` and is over."""

@@ -8,7 +8,7 @@ import select
 import socket
 import time
 from threading import get_ident
-from time import monotonic_ns
+from time import monotonic, monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from tp_runtime.broadcast.broadcaster import CAUSE_S, CpuTpBroadcaster
@@ -18,7 +18,7 @@ from tp_runtime.broadcast.cores import cores_available
 from tp_runtime.broadcast.deadline import Deadline
 from tp_runtime.broadcast.inbox import Inbox
 from tp_runtime.broadcast.pace import Pace
-from tp_runtime.broadcast.patience import Patience
+from tp_runtime.broadcast.patience import LONGEST_S, Patience
 from tp_runtime.broadcast.region import RegionReader
 from tp_runtime.broadcast.sockets import close_all, process_state, read_memfd
 from tp_runtime.broadcast.watch import Watch
@@ -84,6 +84,8 @@ class PeerBroadcaster(CpuTpBroadcaster):
         self._most_plain_bytes = min(len(data.buffer) - HEADER_BYTES, config.max_message_bytes)
         self._pace = Pace(config.wait, may_spin=cores_available() >= world_size)
         # Send time, arrival, announced interval and length of messages not yet accounted.
+        self._blocks = self._pace.mode == "efficient"
+        self._half_s = min(config.timeout_s / 2, LONGEST_S)
         self._arrivals: list[tuple[int, int, int, int]] = []
         self._rehearsal: Callable[[Message], object] | None = None
         pidfds = {s.rank: s.pidfd for s in self._siblings.values()}
@@ -98,6 +100,7 @@ class PeerBroadcaster(CpuTpBroadcaster):
                 counters=self._counters,
             )
             undo.callback(self._inbox.close)
+            self._poll = self._inbox.poll
             self._watch = Watch(
                 self,
                 ports={0: self._root.control},
@@ -124,6 +127,11 @@ class PeerBroadcaster(CpuTpBroadcaster):
             self._refuse_receive()
         self._in_call = True
         try:
+            started_s = 0.0
+            if self._blocks:
+                # Half of the timeout: rank 0 need not be asked for a sign of life until then.
+                started_s = monotonic()
+                self._poll(self._half_s if timeout_s is None else min(timeout_s / 2, LONGEST_S), 2)
             try:
                 size = self._take()
             except BlockingIOError:
@@ -131,7 +139,7 @@ class PeerBroadcaster(CpuTpBroadcaster):
             except OSError as error:
                 size = self._take_after(error, self._take)
             if size < 0:
-                size = self._await(self._take, timeout_s, silence=True)
+                size = self._await(self._take, timeout_s, silence=True, blocked_from_s=started_s)
             return self._open(size, self._sequence + 1, timeout_s)
         except ProtocolError as error:
             self._blame(error)
@@ -282,6 +290,7 @@ class PeerBroadcaster(CpuTpBroadcaster):
         if not arrivals:
             return
         self._inbox.spun_until(arrivals[0][1] / 1e9)
+        counters.waits += len(arrivals) if self._blocks else 0
         for sent_ns, now_ns, interval_us, length in arrivals:
             counters.messages += 1
             counters.body_bytes += length
@@ -291,14 +300,29 @@ class PeerBroadcaster(CpuTpBroadcaster):
         self._heard_s = max(self._heard_s, arrivals[-1][1] / 1e9)
         arrivals.clear()
 
-    def _await(self, take: Callable[[], Taken], timeout_s: float | None, *, silence: bool) -> Taken:
-        """What `take` gives as soon as it gives something."""
+    def _await(
+        self,
+        take: Callable[[], Taken],
+        timeout_s: float | None,
+        *,
+        silence: bool,
+        blocked_from_s: float = 0.0,
+    ) -> Taken:
+        """What `take` gives as soon as it gives something.
+
+        Args:
+            blocked_from_s: when the caller began to wait for it in the kernel; 0: not yet.
+        """
         self._settle()
+        timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
         patience = Patience(
-            self.config.timeout_s if timeout_s is None else timeout_s,
+            timeout_s,
             heard_s=(lambda: self._heard_s) if silence else None,
             ask=self._ask_root,
+            from_s=blocked_from_s or None,
         )
+        if blocked_from_s:
+            patience.woke(slept_from_s=blocked_from_s, asked_s=min(timeout_s / 2, LONGEST_S))
         try:
             taken = self._inbox.wait(take, patience)
         except OSError as error:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tp_runtime.broadcast import BroadcasterConfig, CpuTpBroadcaster, ProtocolError
+from tp_runtime.broadcast import BroadcasterConfig, CpuTpBroadcaster, PeerLost, ProtocolError
 from tp_runtime.broadcast.patience import Patience
 from tp_runtime.broadcast.peer import PeerBroadcaster
 from tp_runtime.broadcast.wire import HEADER_BYTES, Kind, pack_frame, parse_frame
@@ -178,6 +179,38 @@ def test_patience_asks_at_half_time_and_ends_when_nothing_is_heard() -> None:
     assert patience.next_s() == pytest.approx(0.9)
     clock.now_s = 203.9
     assert patience.next_s() is None
+
+
+def test_patience_that_began_before_counts_what_has_passed() -> None:
+    clock = Clock()
+    patience = Patience(
+        2.0, heard_s=lambda: 100.0, ask=lambda: None, from_s=clock.now_s - 1.0, clock=clock
+    )
+    assert patience.timeout_s == 2.0
+    # rank 0 was heard only now
+    assert patience.next_s() == pytest.approx(1.0)
+    clock.now_s = 101.5
+    unheard = Patience(
+        2.0, heard_s=lambda: 90.0, ask=lambda: None, from_s=clock.now_s - 1.9, clock=clock
+    )
+    assert unheard.next_s() == pytest.approx(0.1)
+
+
+def test_a_peer_that_blocks_waits_no_longer_than_the_timeout(tmp_path: Path) -> None:
+    root, peer = pair(tmp_path, BroadcasterConfig(wait="efficient", timeout_s=0.4, epoch=EPOCH))
+    started_s = time.monotonic()
+    root.publish([1])
+    assert peer.receive() == [1]
+    assert time.monotonic() - started_s < 0.2
+    # rank 0 lives, so this is no silence, however long it lasts
+    later = threading.Timer(0.7, peer._root.control.packets.shutdown)
+    later.start()
+    with pytest.raises(PeerLost):
+        peer.receive()
+    assert 0.6 < time.monotonic() - started_s < 2.0
+    later.join()
+    root.close()
+    peer.close()
 
 
 def test_patience_with_a_decision_is_not_renewed_by_a_sign_of_life() -> None:
