@@ -37,6 +37,7 @@ def decide_here(again: bool) -> dict[str, Any]:
     torch.zeros(1, device=device)  # the context itself takes memory
     before = set(sys.modules)
     free_before, _ = torch.cuda.mem_get_info(device)
+    reserved_before = torch.cuda.memory_reserved(device)
     stages: list[str] = []
     decision = decide(
         RuntimeConfig(enable_dynamic_decode_backend=True),
@@ -57,6 +58,7 @@ def decide_here(again: bool) -> dict[str, Any]:
         "digest": decision.plan.digest,
         "stages": sorted(set(stages)),
         "extra_bytes": free_before - free_after,
+        "extra_reserved_bytes": torch.cuda.memory_reserved(device) - reserved_before,
         "libraries": sorted(loaded & set(LIBRARIES)),
         "seconds": decision.seconds,
     }
@@ -68,10 +70,12 @@ def test_a_decision_leaves_nothing_behind_and_is_kept(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (first,) = run_ranks(decide_here, 1, 240, args=(False,))
     (second,) = run_ranks(decide_here, 1, 120, args=(True,))
-    print(first, second)
     assert (first["source"], second["source"]) == ("measured", "cached")
     assert first["digest"] == second["digest"]
     assert first["stages"] == ["build", "selection"]
     assert second["stages"] == []
-    assert first["extra_bytes"] == second["extra_bytes"] == 0
+    for decision in (first, second):
+        assert decision["extra_reserved_bytes"] == 0
+        # of the whole device; the driver itself has been seen to move 64 KiB around
+        assert abs(decision["extra_bytes"]) < 1 << 20
     assert first["libraries"] == second["libraries"] == []
