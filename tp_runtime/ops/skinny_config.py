@@ -43,7 +43,7 @@ class SkinnyConfig:
         warps: per program.
         stages: tiles of weights in shared memory, being loaded or used; 1: straight to registers.
         split: parts of k, each with a program of its own ("dot").
-        per_sm: programs per multiprocessor, taking tiles in turn; 0: a program per tile ("fma").
+        per_sm: programs per multiprocessor, taking tiles in turn; 0: a program per tile and part.
         prefetch: columns of a program's first tile asked for before the kernel before has ended.
         dependent_launch: start before the kernel before has ended (compute capability 9.0).
     """
@@ -115,6 +115,8 @@ def refusal(
         return None
     if config.kernel == "fma" and rows != 1:
         return f"the kernel fma takes one row, got {rows}"
+    if config.per_sm and config.split > 1:
+        return "programs that take tiles in turn have all of k: expected split 1 or per_sm 0"
     if config.shared_bytes(op, rows) > _SHARED_BYTES:
         return f"needs {config.shared_bytes(op, rows)} bytes of shared memory"
     return None

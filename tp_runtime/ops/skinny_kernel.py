@@ -13,7 +13,7 @@ before is done" holds for the kernels before that one too.
 """
 
 # The kernel language is not Python: its arguments have no Python types.
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202, SIM102
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -147,7 +147,36 @@ def _parts_sum(part_ptr, offsets, stride, SPLIT: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
+def _store_tile(
+    acc,
+    acc_up,
+    y_ptr,
+    bias_ptr,
+    residual_ptr,
+    m_index,
+    n_index,
+    M,
+    N,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SWAP: tl.constexpr,
+):
+    """Write a tile of y; acc and acc_up are [rows, columns], or the reverse with SWAP."""
+    y = tl.trans(acc) if SWAP else acc
+    if GATED:
+        y = _silu(y) * (tl.trans(acc_up) if SWAP else acc_up)
+    valid = (m_index < M)[:, None] & (n_index < N)[None, :]
+    at = m_index[:, None] * N + n_index[None, :]
+    if BIAS:
+        y += tl.load(bias_ptr + n_index, mask=n_index < N, other=0.0).to(tl.float32)[None, :]
+    if RESIDUAL:
+        y += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit(do_not_specialize=["M", "tiles"])
 def dot(
     x_ptr,
     w_ptr,
@@ -159,6 +188,7 @@ def dot(
     M,
     N,
     K,
+    tiles,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
@@ -169,13 +199,15 @@ def dot(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    TURNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y[M, N] = x[M, K] @ w.T, w [N, K]; or silu(first half) * second half, w [2 N, K].
 
-    A program has BLOCK_N columns of y and one of SPLIT parts of K. The last program of a tile to
-    arrive adds the parts up, in their order. part: float32, a tile after the other; count: int32
-    [tiles], zero before and after.
+    A program has BLOCK_N columns of y and one of SPLIT parts of K; with TURNS it takes tiles of
+    columns in turn, through one loop (SPLIT is 1 then). The last program of a tile to arrive adds
+    the parts up, in their order. part: float32, a tile after the other; count: int32 [tiles], zero
+    before and after.
     With BLOCK_N >= 64 the weights are the left operand, which the tensor cores then read from
     shared memory without passing registers (wgmma takes 64 rows at least).
     """
@@ -183,11 +215,15 @@ def dot(
     program = tl.program_id(0)
     tile = program // SPLIT
     split = program % SPLIT
-    n_index = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_block = tl.arange(0, BLOCK_N)
+    n_index = tile * BLOCK_N + n_block
     steps = (K + BLOCK_K - 1) // BLOCK_K
     per_part = (steps + SPLIT - 1) // SPLIT
     begin = split * per_part
     end = tl.minimum(begin + per_part, steps)
+    if TURNS:
+        programs = tl.num_programs(0)
+        end = steps * ((tiles - program + programs - 1) // programs)
     rows = tl.minimum(n_index, N - 1).to(tl.int64) * K
     if PDL:
         gdc_launch_dependents()
@@ -204,7 +240,12 @@ def dot(
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in tl.range(begin, end, num_stages=STAGES):
+    for i in tl.range(begin, end, num_stages=STAGES):
+        step = i
+        if TURNS:
+            step = i % steps
+            n_index = (program + (i // steps) * programs) * BLOCK_N + n_block
+            rows = tl.minimum(n_index, N - 1).to(tl.int64) * K
         columns = step * BLOCK_K + k_index
         inside = columns < K
         mask = (m_index < M)[:, None]
@@ -216,39 +257,63 @@ def dot(
         if GATED:
             w = _row_block(w_ptr, rows + _half(N, K), columns, inside, K, EVEN_K)
             acc_up = tl.dot(w, tl.trans(x), acc_up) if SWAP else tl.dot(x, tl.trans(w), acc_up)
+        if TURNS:
+            if step == steps - 1:
+                _store_tile(
+                    acc,
+                    acc_up,
+                    y_ptr,
+                    bias_ptr,
+                    residual_ptr,
+                    m_index,
+                    n_index,
+                    M,
+                    N,
+                    GATED,
+                    BIAS,
+                    RESIDUAL,
+                    SWAP,
+                )
+                acc = tl.zeros_like(acc)
+                acc_up = tl.zeros_like(acc_up)
 
-    last = True
-    if SPLIT > 1:
-        size: tl.constexpr = BLOCK_M * BLOCK_N
-        stride: tl.constexpr = 2 * size if GATED else size
-        if SWAP:
-            offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m_index[None, :]
-        else:
-            offsets = m_index[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        own = part_ptr + program.to(tl.int64) * stride
-        tl.store(own + offsets, acc)
-        if GATED:
-            tl.store(own + size + offsets, acc_up)
-        tl.debug_barrier()  # every thread's part is written before one thread says so
-        last = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
-        if last:
-            parts = part_ptr + tile.to(tl.int64) * SPLIT * stride
-            acc = _parts_sum(parts, offsets, stride, SPLIT)
+    if not TURNS:
+        last = True
+        if SPLIT > 1:
+            size: tl.constexpr = BLOCK_M * BLOCK_N
+            stride: tl.constexpr = 2 * size if GATED else size
+            if SWAP:
+                offsets = n_block[:, None] * BLOCK_M + m_index[None, :]
+            else:
+                offsets = m_index[:, None] * BLOCK_N + n_block[None, :]
+            own = part_ptr + program.to(tl.int64) * stride
+            tl.store(own + offsets, acc)
             if GATED:
-                acc_up = _parts_sum(parts + size, offsets, stride, SPLIT)
-            tl.store(count_ptr + tile, 0)  # for the next launch
-    if last:
-        y = tl.trans(acc) if SWAP else acc
-        up = tl.trans(acc_up) if SWAP else acc_up
-        valid = (m_index < M)[:, None] & (n_index < N)[None, :]
-        at = m_index[:, None] * N + n_index[None, :]
-        if GATED:
-            y = _silu(y) * up
-        if BIAS:
-            y += tl.load(bias_ptr + n_index, mask=n_index < N, other=0.0).to(tl.float32)[None, :]
-        if RESIDUAL:
-            y += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=valid)
+                tl.store(own + size + offsets, acc_up)
+            tl.debug_barrier()  # every thread's part is written before one thread says so
+            last = tl.atomic_add(count_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLIT - 1
+            if last:
+                parts = part_ptr + tile.to(tl.int64) * SPLIT * stride
+                acc = _parts_sum(parts, offsets, stride, SPLIT)
+                if GATED:
+                    acc_up = _parts_sum(parts + size, offsets, stride, SPLIT)
+                tl.store(count_ptr + tile, 0)  # for the next launch
+        if last:
+            _store_tile(
+                acc,
+                acc_up,
+                y_ptr,
+                bias_ptr,
+                residual_ptr,
+                m_index,
+                n_index,
+                M,
+                N,
+                GATED,
+                BIAS,
+                RESIDUAL,
+                SWAP,
+            )
 
 
 @triton.jit
