@@ -132,6 +132,9 @@ _ONE_ROW: Final = (
     {"block_n": 8, "block_k": 512, "stages": 5, "per_sm": 2},
     {"block_n": 4, "block_k": 512, "stages": 5, "per_sm": 2},
     {"block_n": 4, "block_k": 1024, "stages": 5, "per_sm": 2},
+    {"block_n": 8, "block_k": 1024, "stages": 7, "per_sm": 1, "prefetch": 2048},
+    {"block_n": 8, "block_k": 1024, "stages": 4, "per_sm": 1, "prefetch": 2048},
+    {"block_n": 16, "block_k": 512, "stages": 8, "per_sm": 1, "prefetch": 2048},
 )
 _MORE_ROWS: Final = (
     {"block_n": 32, "block_k": 256, "stages": 6},
@@ -141,6 +144,10 @@ _MORE_ROWS: Final = (
     {"block_n": 64, "block_k": 256, "stages": 4},
     {"block_n": 64, "block_k": 128, "stages": 5, "split": 2},
     {"block_n": 64, "block_k": 256, "stages": 4, "split": 2},
+    {"block_n": 16, "block_k": 256, "stages": 6, "per_sm": 1},
+    {"block_n": 32, "block_k": 256, "stages": 4, "per_sm": 1},
+    {"block_n": 32, "block_k": 128, "stages": 4, "per_sm": 2},
+    {"block_n": 64, "block_k": 128, "stages": 4, "per_sm": 1},
 )
 
 
