@@ -176,7 +176,6 @@ def _run(
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "STAGES": config.stages,
-        "PREFETCH": config.prefetch_columns(k),
         "PDL": config.dependent_launch,
         "num_warps": config.warps,
         "launch_pdl": config.dependent_launch,
@@ -184,10 +183,8 @@ def _run(
     # a pointer that is never read still needs an address
     bias = weight if bias is None else bias
     residual = weight if residual is None else residual
-    programs = tiles * config.split
-    if config.per_sm:
-        programs = min(tiles, config.per_sm * _multiprocessors(x.device))
     if config.kernel == "fma":
+        programs = min(tiles, config.per_sm * _multiprocessors(x.device))
         given = weight if norm_weight is None else norm_weight
         kernels.fma[(programs,)](
             x, weight, out, given, bias, residual, eps, n, k, tiles,
@@ -203,9 +200,9 @@ def _run(
         size = 4 * tiles * config.split * block_m * config.block_n * op.stacked
         part = parts.get(size).view(torch.float32)
         count = counters.get(4 * max(tiles, 4096)).view(torch.int32)
-    kernels.dot[(programs,)](
-        x, weight, out, bias, residual, part, count, rows, n, k, tiles,
-        SPLIT=config.split, TURNS=config.per_sm > 0, BLOCK_M=block_m, **launch,
+    kernels.dot[(tiles * config.split,)](
+        x, weight, out, bias, residual, part, count, rows, n, k,
+        SPLIT=config.split, BLOCK_M=block_m, **launch,
     )  # fmt: skip
     return out
 
