@@ -106,6 +106,20 @@ def announce(
     channel.publish({"kind": "progress", "progress": progress}, timeout_s=timeout_s)
 
 
+def news_in(message: object) -> tuple[str, int, int] | None:
+    """(stage, done, total) if the message is one that `announce` sent. Peers.
+
+    Raises: ProtocolError: it should be one, and holds something else.
+    """
+    if not isinstance(message, dict) or message.get("kind") != "progress":
+        return None
+    match _message(message, "progress", "progress"):
+        case {"stage": str(stage), "done": int(done), "total": int(total)}:
+            return stage, done, total
+        case news:
+            raise ProtocolError(f"expected a stage and two counts, got {news!r}")
+
+
 def agree(
     channel: AgreementChannel,
     plan: BackendPlan | None,
@@ -226,8 +240,11 @@ def _follow(
 ) -> BackendPlan:
     while True:
         message = channel.receive(timeout_s=timeout_s)
-        if isinstance(message, dict) and message.get("kind") == "progress":
-            _tell(_message(message, "progress", "progress"), progress)
+        news = news_in(message)
+        if news is not None:
+            log.info("rank 0: %s %d of %d", *news)
+            if progress is not None:
+                progress(*news)
             continue
         data = _message(message, "plan", "plan")
         try:
@@ -243,16 +260,6 @@ def _follow(
         detail = json.dumps({"refused": refusals}) if refusals else ""
         if channel.acknowledge(not refusals, detail, timeout_s=timeout_s):
             return plan
-
-
-def _tell(news: Any, progress: Progress | None) -> None:
-    match news:
-        case {"stage": str(stage), "done": int(done), "total": int(total)}:
-            log.info("rank 0: %s %d of %d", stage, done, total)
-            if progress is not None:
-                progress(stage, done, total)
-        case _:
-            raise ProtocolError(f"expected a stage and two counts, got {news!r}")
 
 
 def _dropped(plan: BackendPlan, refused: Mapping[int, Mapping[str, str]]) -> BackendPlan:

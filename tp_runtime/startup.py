@@ -164,6 +164,12 @@ class _Herald:
             announce(self._channel, stage, done, total, timeout_s=self._timeout_s)
 
 
+def _herald(
+    channel: CpuTpBroadcaster, group: TpGroup, progress: Progress, timeout_s: float
+) -> Progress:
+    return progress if group.rank else _Herald(channel, progress, timeout_s=timeout_s)
+
+
 def plan_backends(
     config: RuntimeConfig,
     channel: CpuTpBroadcaster,
@@ -190,7 +196,7 @@ def plan_backends(
             buckets=sizes.buckets,
             layers=layers,
             threads=torch.get_num_threads() if group.device.type == "cpu" else 0,
-            progress=_Herald(channel, progress, timeout_s=config.join_timeout_s),
+            progress=_herald(channel, group, progress, config.join_timeout_s),
         )
     check = device_check(shape, DeviceInfo.of(group.device), eligibility=eligibility_of(config))
     plan = agree(
@@ -241,7 +247,7 @@ def build_rank(
         most_rows=sizes.slots,
         measured=config.enable_dynamic_decode_backend,
         timeout_s=config.join_timeout_s,
-        progress=lambda done, total: progress("products", done, total),
+        progress=_herald(channel, group, progress, config.join_timeout_s),
     )
     with torch.inference_mode():
         cache = KvCache(
