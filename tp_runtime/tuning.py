@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tp_runtime.errors import PlanFormatError, PlanMismatch
 from tp_runtime.layers.products import Product, ProductPlan, TunedModel, rows_needed
-from tp_runtime.ops.kernels import runs_kernels
+from tp_runtime.ops.kernels import dependent_launch, runs_kernels
 from tp_runtime.ops.skinny_config import SkinnyConfig, usual
 from tp_runtime.selection.agreement import news_in
 
@@ -54,8 +54,9 @@ def tune(
     dtype = model.shape.dtype
     products = tuple(dict.fromkeys((*model.layer_products.values(), *model.other_products)))
     if group.rank == 0:
-        choose = _usual(dtype)
-        if measured:
+        early = dependent_launch(group.device)
+        choose = _usual(dtype, early)
+        if measured and early:  # the candidates are those of GPUs with dependent launches
             total = len(products) * len(rows_needed(most_rows))
             choose = _measured(model, dtype, group, lambda done: progress("products", done, total))
         plan = ProductPlan.of(products, choose, most_rows=most_rows)
@@ -67,9 +68,18 @@ def tune(
     return plan
 
 
-def _usual(dtype: torch.dtype) -> Callable[[Product, int], SkinnyConfig | None]:
+def _usual(
+    dtype: torch.dtype, dependent_launch: bool
+) -> Callable[[Product, int], SkinnyConfig | None]:
     def choose(product: Product, rows: int) -> SkinnyConfig | None:
-        return usual(product.op, rows=rows, n=product.n, k=product.k, dtype=dtype)
+        return usual(
+            product.op,
+            rows=rows,
+            n=product.n,
+            k=product.k,
+            dtype=dtype,
+            dependent_launch=dependent_launch,
+        )
 
     return choose
 

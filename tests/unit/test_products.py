@@ -23,7 +23,9 @@ from tp_runtime.layers.products import (
     config_for,
     rows_needed,
 )
-from tp_runtime.ops.skinny_config import SkinnyConfig, SkinnyOp
+from tp_runtime.models.config import named_config
+from tp_runtime.models.partition import Partition
+from tp_runtime.ops.skinny_config import SkinnyConfig, SkinnyOp, refusal, usual
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,6 +52,30 @@ def test_a_product_takes_the_choice_of_the_next_number_of_rows() -> None:
 def test_rows_beyond_the_kernels_are_not_asked_for() -> None:
     assert rows_needed(1) == (1,)
     assert rows_needed(1000) == ROWS
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b", "qwen2.5-7b"])
+def test_unmeasured_products_get_a_configuration_that_may_run(name: str, size: int) -> None:
+    config = named_config(name)
+    part = Partition.of(config, rank=0, size=size)
+    inner, width = part.intermediate.width, config.head_dim * part.q_heads.width
+    for op, n, k in (
+        (SkinnyOp.NORM_LINEAR, width + 2 * config.head_dim * part.kv_heads.width, None),
+        (SkinnyOp.NORM_GATE_UP, inner, None),
+        (SkinnyOp.LINEAR_RESIDUAL, config.hidden_size, width),
+        (SkinnyOp.LINEAR_RESIDUAL, config.hidden_size, inner),
+        (SkinnyOp.NORM_LINEAR, part.vocab.width, None),
+    ):
+        for rows in ROWS:
+            problem: Any = {"rows": rows, "n": n, "k": k or config.hidden_size}
+            problem["dtype"] = torch.bfloat16
+            chosen = usual(op, **problem)
+            assert (chosen is not None) == (rows <= 32 and n * problem["k"] >= 1 << 22)
+            if chosen is not None:
+                assert refusal(op, **problem, config=chosen) is None, (op, problem)
+    assert usual(SkinnyOp.NORM_LINEAR, rows=1, n=64, k=64, dtype=torch.bfloat16) is None
+    assert usual(SkinnyOp.NORM_LINEAR, rows=1, n=4096, k=4096, dtype=torch.float32) is None
 
 
 def test_a_plan_travels_and_keeps_its_digest() -> None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 MOST_ROWS: Final = 64
 _DTYPES: Final = (torch.float16, torch.bfloat16)
 _K_MULTIPLE: Final = 16  # loads of 16 bytes, and one step of the tensor cores
+_MEASURED_ROWS: Final = 32
+_SMALL_VALUES: Final = 1 << 22  # of a weight that any kernel reads in a few microseconds
 _SHARED_BYTES: Final = 227 << 10  # of a multiprocessor of Hopper; less there is refused at launch
 
 
@@ -150,9 +152,36 @@ def candidates(
     ]
 
 
-def usual(op: SkinnyOp, *, rows: int, n: int, k: int, dtype: torch.dtype) -> SkinnyConfig | None:
-    """The configuration for a shape that was not measured; None: as torch does."""
-    for config in candidates(op, rows=rows, n=n, k=k):
-        if refusal(op, rows=rows, n=n, k=k, dtype=dtype, config=config) is None:
-            return config
-    return None
+def usual(
+    op: SkinnyOp,
+    *,
+    rows: int,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    dependent_launch: bool = True,
+) -> SkinnyConfig | None:
+    """The configuration for a shape that was not measured; None: as torch does.
+
+    Those that were chosen for Llama-3-8B on an H200, by what their shapes have in common.
+    """
+    if rows > _MEASURED_ROWS or n * k < _SMALL_VALUES:
+        return None
+    if refusal(op, rows=rows, n=n, k=k, dtype=dtype) is not None:
+        return None
+    wide = op is SkinnyOp.NORM_GATE_UP or n > 4 * k
+    deep = k > 2 * n
+    fields: Mapping[str, int]
+    if rows == 1:
+        fields = {"block_n": 8, "block_k": 512, "stages": 5, "per_sm": 2}
+        if op is SkinnyOp.NORM_GATE_UP:
+            fields = {"block_n": 16, "block_k": 512, "stages": 5, "per_sm": 1}
+        elif op is SkinnyOp.NORM_LINEAR and not wide:
+            fields = {"block_n": 8, "block_k": 1024, "stages": 5, "per_sm": 1}
+        return SkinnyConfig(kernel="fma", dependent_launch=dependent_launch, **fields)
+    fields = {"block_n": 64, "block_k": 128, "stages": 4 if wide else 6}
+    if deep and rows <= 16:
+        fields = {"block_n": 32, "block_k": 256, "stages": 6}
+    elif deep:
+        fields = {"block_n": 64, "block_k": 128, "stages": 5, "split": 2}
+    return SkinnyConfig(kernel="dot", dependent_launch=dependent_launch, **fields)
