@@ -310,3 +310,38 @@ def test_a_stopped_rank_is_late_after_the_broadcast_timeout() -> None:
     assert seen["rank"] == 1
     assert 1.5 < seen["seconds"] < 20, seen
     assert "rank 1" in seen["message"]
+
+
+def without_memory_on_rank_1() -> dict[str, Any]:
+    """Two requests where rank 1 could not capture the graphs of their bucket. On each rank."""
+    from tp_runtime import Engine, RankInfo, RuntimeConfig, SamplingParams
+    from tp_runtime.step_runner import SAMPLERS, StepRunner
+
+    if RankInfo.from_env().tp_rank == 1:
+        lost = {(2, graph): "no memory to capture it" for graph in range(SAMPLERS)}
+        StepRunner.dropped = property(lambda self: lost)  # type: ignore[assignment]
+    config = RuntimeConfig(
+        model="random:tiny", device="cpu", max_batch_size=2, decode_buckets=(1, 2)
+    )
+    with Engine(config) as engine:
+        if engine.rank > 0:
+            engine.serve_peer()
+        else:
+            sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+            for _ in engine.generate([[1, 2, 3], [4, 5]], sampling):
+                pass
+        statistics = engine.statistics()
+        return {
+            "capture": engine.capture_digest,
+            "graph_steps": statistics.runner.graph_steps,
+            "eager_steps": statistics.runner.eager_decode_steps,
+            "misses": statistics.graph_misses,
+        }
+
+
+def test_all_ranks_go_without_a_graph_that_one_of_them_lacks() -> None:
+    root, peer = run_ranks(without_memory_on_rank_1, 2, 60)
+    assert root["capture"] == peer["capture"]
+    assert root["eager_steps"] == peer["eager_steps"] > 0
+    assert root["graph_steps"] == peer["graph_steps"] == 0
+    assert list(root["misses"]) == ["bucket 2 variant 0: rank 1 had no memory to capture it"]
