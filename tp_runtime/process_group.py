@@ -9,6 +9,7 @@ where it has one (TORCHELASTIC_USE_AGENT_STORE); otherwise global rank 0 listens
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections import Counter
@@ -33,6 +34,8 @@ __all__ = ["Collectives", "connect_store", "make_gloo", "make_nccl", "set_nccl_d
 
 _ARRIVAL_POLL_S = 0.005
 _STORE_GRACE_S = 1.0
+_PROBE_S = 1.0
+_PROBE_PAUSE_S = 0.02
 
 
 class Collectives(Protocol):
@@ -104,9 +107,14 @@ def _open_store(
     """Opens a TCPStore in a thread, because it has no deadline for a program that never answers,
     and none of its waits ends when the rank that should answer has died.
 
+    It is begun only when somebody listens: a process that ends while such a thread is inside
+    torch is aborted, whatever its own error was.
+
     Raises:
         RuntimeError: the port is taken, or nobody listens there, or nobody answers.
     """
+    if not listen:
+        _await_listener(place, timeout_s=timeout_s, failure=failure)
     outcome: Queue[Store | Exception] = Queue()
 
     def connect() -> None:
@@ -137,6 +145,30 @@ def _open_store(
             raise result
         return result
     raise RuntimeError(f"no answer within {timeout_s:g} s")
+
+
+def _await_listener(
+    place: tuple[str, int], *, timeout_s: float, failure: Callable[[], Exception | None] | None
+) -> None:
+    """Waits until a program takes connections there.
+
+    Raises:
+        RuntimeError: none did in time; says what the last try got.
+        Exception: what ``failure`` gives.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection(place, timeout=_PROBE_S).close()
+        except OSError as error:
+            _raise_failure(failure)
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"nobody listens there after {timeout_s:g} s: {error}"
+                ) from error
+            time.sleep(_PROBE_PAUSE_S)
+        else:
+            return
 
 
 def _raise_failure(failure: Callable[[], Exception | None] | None) -> None:

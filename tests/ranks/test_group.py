@@ -438,6 +438,22 @@ LONELY = replace(
 )
 
 
+def test_a_rank_0_that_never_listens_is_an_error_in_time_and_leaves_no_thread(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    info = replace(LONELY, rank=1, local_rank=1, tp_rank=1, master_port=port)
+    threads = threading.active_count()
+    with pytest.raises(TpGroupError, match=r"nobody listens there after 0\.3 s.*is global rank 0"):
+        connect_store(info, timeout_s=0.3)
+    lost = PeerLost("rank 0 is gone", rank=0, reason="died")
+    with pytest.raises(PeerLost, match="rank 0 is gone"):
+        connect_store(info, timeout_s=60, failure=lambda: lost)
+    assert threading.active_count() == threads
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_port_of_another_program_is_named(rank: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
