@@ -177,6 +177,7 @@ class Engine:
                 device=group.device,
                 tokenizer=self._make_tokenizer,
                 times=self._times,
+                check=group.raise_if_failed,
             )
 
     def trigger_capture(self, *, progress: Progress | None = None) -> None:
@@ -323,6 +324,7 @@ class Engine:
             self._times.begin(plan.step)
             self._times.add(plan.step, Phase.RECEIVE, time.perf_counter_ns() - begin)
             runtime.runner.run(plan)
+            group.raise_if_failed()
         return plan.kind is not StepKind.STOP
 
     @property

@@ -23,6 +23,7 @@ from tp_runtime.broadcast import BroadcasterConfig, CpuTpBroadcaster
 from tp_runtime.device_state import DeviceState
 from tp_runtime.errors import ConfigError, TpGroupError
 from tp_runtime.planning import Decision, decide, decode_shape, eligibility_of
+from tp_runtime.reduce_tuning import tune_sums
 from tp_runtime.rendezvous import channel_address
 from tp_runtime.selection import (
     BackendSet,
@@ -199,6 +200,12 @@ def build_rank(
     sizes = share_sizes(config, channel, group, model)
     shape = decode_shape(model.shape, sizes)
     decision = plan_backends(config, channel, group, shape, sizes, progress)
+    tune_sums(
+        channel,
+        group,
+        measured=config.enable_dynamic_decode_backend,
+        timeout_s=config.join_timeout_s,
+    )
     products = tune(
         model,
         channel,
