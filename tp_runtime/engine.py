@@ -432,6 +432,7 @@ class Engine:
                 info,
                 device=device,
                 timeout_s=config.join_timeout_s,
+                peer_memory=config.all_reduce != "nccl",
                 failure=lambda: channel.failure,
             )
         if self._watcher is not None:

@@ -8,6 +8,7 @@ wait of the host is bounded, and a rank that has ended is named at once.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -39,11 +40,14 @@ if TYPE_CHECKING:
     from tp_runtime.process_group import Collectives
     from tp_runtime.ranks import RankInfo
 
+log = logging.getLogger(__name__)
+
 __all__ = ["GroupStatistics", "TpGroup", "cpu_threads_per_rank"]
 
 
 _POLLS_BEFORE_SLEEP = 200
 _POLL_S = 0.0001
+_TRIAL_S = 30.0  # for the first sums; ranks compile the kernel at different speeds
 _DEATH_SHOWS_S = 0.2  # from the reset of a dead peer's socket to the end of its process
 
 
@@ -116,8 +120,8 @@ class TpGroup:
         self._reduce_plan = NO_PEER_REDUCE
         if size > 1:
             self._watch = watch_peers(self._exchange, rank=rank)
-            if peer_memory and device.type == "cuda" and self._watch is not None:
-                self._open_peer_memory()
+            if device.type == "cuda" and self._watch is not None:
+                self._open_peer_memory(wanted=peer_memory)
             if shared_memory and self._watch is not None:
                 self._shared = SharedReduce.open(
                     self._exchange, rank=rank, size=size, timeout_s=timeout_s, watch=self._watch
@@ -527,20 +531,32 @@ class TpGroup:
             return collective(t)
         return collective(t.to(self.device)).cpu()
 
-    def _open_peer_memory(self) -> None:
-        serves = PeerReduce.serves(self.device)
-        self._peer_memory = PeerMemory.open(
+    def _open_peer_memory(self, *, wanted: bool) -> None:
+        """On all ranks or on none, and only if the sums come out right."""
+        refusal = None if wanted else "turned off"
+        if refusal is None and not PeerReduce.serves(self.device):
+            refusal = f"{self.device} runs no Triton kernels"
+        memory = PeerMemory.open(
             self._exchange,
             rank=self.rank,
             size=self.size,
             device=self.device,
             nbytes=workspace_bytes(self.size),
             value=WORKSPACE_MARK,
-            refusal=None if serves else f"{self.device} runs no Triton kernels",
+            refusal=refusal,
         )
-        if self._peer_memory is not None:
-            self._peer = PeerReduce(self._peer_memory, timeout_s=self._timeout_s)
-            self._reduce_plan = ReducePlan.usual(self.size)
+        if memory is None:
+            return
+        peer = PeerReduce(memory, timeout_s=min(self._timeout_s, _TRIAL_S))
+        plan = ReducePlan.usual(self.size)
+        problem = peer.try_out(program_bytes=plan.for_bytes(1))
+        if not bool(self._exchange(torch.tensor([int(problem is None)])).all()):
+            why = problem or "it failed on another rank"
+            log.warning("TP rank %d leaves all sums to NCCL: %s", self.rank, why)
+            memory.close()
+            return
+        peer.set_timeout(self._timeout_s)
+        self._peer_memory, self._peer, self._reduce_plan = memory, peer, plan
 
     def _exchange(self, row: torch.Tensor) -> torch.Tensor:
         return self._host_side(self.all_gather, row)

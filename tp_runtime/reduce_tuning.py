@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from tp_runtime.errors import PlanFormatError, PlanMismatch
-from tp_runtime.reduce_plan import ReducePlan
+from tp_runtime.reduce_plan import NO_PEER_REDUCE, ReducePlan
 
 if TYPE_CHECKING:
     from tp_runtime.broadcast import CpuTpBroadcaster
@@ -22,18 +22,26 @@ log = logging.getLogger(__name__)
 
 
 def tune_sums(
-    channel: CpuTpBroadcaster, group: TpGroup, *, measured: bool, timeout_s: float
+    channel: CpuTpBroadcaster,
+    group: TpGroup,
+    *,
+    peer_memory: bool = True,
+    measured: bool,
+    timeout_s: float,
 ) -> ReducePlan:
     """Choose and use; all ranks call it together, before they capture.
 
     Args:
+        peer_memory: False: NCCL sums everything, also in a group that has peer memory.
         measured: time the ways instead of keeping the default.
         timeout_s: for the ranks that wait for rank 0.
 
     Raises:
         PlanMismatch: a rank could not take rank 0's plan.
     """
-    if measured and group.peer_reduce is not None:
+    if not peer_memory:
+        group.use_reduce_plan(NO_PEER_REDUCE)
+    elif measured and group.peer_reduce is not None:
         from tp_runtime.ops.peer_reduce_measure import choose_sums, measure_sums
 
         times = measure_sums(group)

@@ -114,6 +114,7 @@ class RootLoop:
         }
         self._ran: Ran | None = None
         self._late_error: HarvestError | None = None
+        self._lost: BroadcastError | None = None
 
     @property
     def unfinished(self) -> int:
@@ -192,6 +193,8 @@ class RootLoop:
         """
         self._finish_harvest()
         with terminal():
+            if self._lost is not None:
+                raise self._lost
             step = self._scheduler.step
             self._times.begin(step)
             with self._times.measure(step, Phase.PLAN):
@@ -333,8 +336,10 @@ class RootLoop:
                 tokens = [] if ran.lease is None else cast("list[int]", ran.lease.read())
                 self._check()
                 self._harvest.run(ran.snapshot, tokens)
-            except (HarvestError, BroadcastError):
-                raise  # a lost rank ends the engine, not only these requests
+            except HarvestError:
+                raise
+            except BroadcastError as error:
+                self._lost = error  # the next step raises it: it ends the engine, not a request
             except Exception as error:
                 aborted = self._harvest.fail(ran.snapshot, error)
                 raise HarvestError(

@@ -54,7 +54,7 @@ Progress = Callable[[str, int, int], None]
 ALIKE = (
     "model", "dtype", "max_batch_size", "max_seq_len", "kv_block_size", "kernel_page_size",
     "kv_cache_tokens", "prefill_chunk_tokens", "decode_buckets", "enable_dynamic_decode_backend",
-    "selection_mode", "decode_backend", "disable_decode_backend",
+    "selection_mode", "decode_backend", "disable_decode_backend", "all_reduce",
 )  # fmt: skip
 """Settings that must be equal on every rank; the others are a rank's own affair."""
 
@@ -203,6 +203,7 @@ def build_rank(
     tune_sums(
         channel,
         group,
+        peer_memory=config.all_reduce != "nccl",
         measured=config.enable_dynamic_decode_backend,
         timeout_s=config.join_timeout_s,
     )

@@ -32,6 +32,8 @@ _PIECE = 16  # bytes of a thread
 _SLOT_BYTES = REDUCED_BYTES[-1]
 _STOP, _LIMIT_NS, _GAVE_UP = 0, 1, 2  # words of the page that the host and the kernels share
 _PAGE_WORDS = 16
+_TRIAL_NUMBERS = 8192
+_TRIALS = 5
 
 
 class PeerAddresses(Protocol):
@@ -143,6 +145,28 @@ class PeerReduce:
         pieces = rows * piece_count
         self._launch(t, t, weight, normed, pieces, piece_count, eps, program_bytes, rows, norm=True)
         return t, normed
+
+    def try_out(self, *, program_bytes: int) -> str | None:
+        """Sums known numbers a few times; all ranks call it together, before anything else.
+
+        Returns:
+            What went wrong here; None if all is well. Other ranks may still have failed.
+        """
+        device = self._places.device
+        numbers = torch.arange(_TRIAL_NUMBERS, device=device) % 61
+        expected = numbers * self._ranks + self._ranks * (self._ranks - 1) // 2
+        try:
+            for turn in range(1, _TRIALS + 1):
+                t = ((numbers + self._rank) * turn).to(torch.float32)
+                self.all_reduce(t, program_bytes=program_bytes)
+                wrong = int((t != expected * turn).sum())
+                if self.gave_up:
+                    return "a peer's numbers did not arrive"
+                if wrong:
+                    return f"{wrong} of {_TRIAL_NUMBERS} sums came out wrong"
+        except Exception as error:  # noqa: BLE001 - whatever it is, all ranks then use NCCL
+            return f"the kernel cannot run: {type(error).__name__}: {error}"
+        return None
 
     def set_timeout(self, timeout_s: float) -> None:
         """How long a sum waits for a peer from now on; graphs that were captured as well."""
