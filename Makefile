@@ -1,8 +1,8 @@
-# setup run test test-long lint bench bench-broadcast. Each target makes the environment first where it is missing.
+# setup run test test-long soak lint bench bench-broadcast. Each target makes the environment first where it is missing.
 SHELL := /bin/bash
 BIN := .venv/bin
 
-.PHONY: setup run test test-long lint bench bench-broadcast docs
+.PHONY: setup run test test-long soak lint bench bench-broadcast docs
 
 setup:
 	@bash scripts/setup.sh
@@ -21,6 +21,10 @@ test: setup
 test-long: setup
 	$(BIN)/pytest -q -n 0 -m "long and not gpu" tests/unit tests/ranks
 
+# The channel for long: joins, kills, messages, gaps, hostile ranks. SHORT=1: in under two minutes.
+soak: setup
+	$(BIN)/pytest -q -n 0 -s $(if $(SHORT),-m "not long") tests/ranks/test_broadcast_soak.py
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -32,7 +36,7 @@ bench: setup
 	$(BIN)/python benchmarks/selection_rules.py
 
 bench-broadcast: setup
-	$(BIN)/python benchmarks/broadcast.py
+	$(BIN)/python benchmarks/broadcast
 
 docs: setup
 	$(BIN)/python -m tp_runtime.launch.configuration > docs/configuration.md

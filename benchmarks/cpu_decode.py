@@ -41,6 +41,7 @@ def ours(pin: bool, tokens: int) -> dict[str, float]:
         max_seq_len=512,
         device="cpu",
         enable_dynamic_decode_backend=True,
+        plan_cache=False,
     )
     with Engine(config) as engine:
         if engine.rank > 0:

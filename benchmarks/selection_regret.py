@@ -237,9 +237,12 @@ def attention_layers(judged: Judged, *, layers: int = 32, batch_size: int = 32) 
 
 
 def progress(heads: str) -> Any:
-    def show(done: int, cells: int) -> None:
-        if done % 40 == 0 or done == cells:
-            print(f"  {heads}: {done} of {cells} cells", file=sys.stderr, flush=True)
+    shown: set[tuple[str, int]] = set()
+
+    def show(stage: str, done: int, of: int) -> None:
+        if (stage, done) not in shown and (done % 40 == 0 or done == of):
+            shown.add((stage, done))
+            print(f"  {heads}: {stage} {done} of {of}", file=sys.stderr, flush=True)
 
     return show
 

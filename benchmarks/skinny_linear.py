@@ -83,7 +83,10 @@ def products(device: torch.device, bandwidth: float, rows: Sequence[int]) -> lis
                 "best_us": timed[chosen],
                 "share_of_bandwidth": share,
                 "config": chosen and chosen.to_dict(),
-                "refused": [s.refused for s in samples if s.refused],
+                "samples": [
+                    {"config": s.config and s.config.to_dict(), "us": s.median_us, "why": s.refused}
+                    for s in samples
+                ],
             }
             found.append(row)
             print(
@@ -157,6 +160,7 @@ def main() -> None:
 
     bandwidth = copy_bandwidth(device)
     print(f"copy {bandwidth / 1e6:.3f} TB/s")
+    layers: list[dict[str, Any]] = []
     result = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "gpu": torch.cuda.get_device_name(device),
@@ -168,13 +172,20 @@ def main() -> None:
         },
         "dtype": "bfloat16",
         "copy_bytes_per_us": bandwidth,
-        "layers": [
-            row for ranks in (1, 2) for row in chains(device, bandwidth, arguments.rows, ranks)
-        ],
-        "products": products(device, bandwidth, arguments.rows),
+        "layers": layers,
+        "products": [],
     }
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+    def write() -> None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+
+    layers += chains(device, bandwidth, arguments.rows, 1)
+    write()
+    result["products"] = products(device, bandwidth, arguments.rows)
+    write()
+    layers += chains(device, bandwidth, arguments.rows, 2)
+    write()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Extension type 1 is an integer array: dtype code (1 byte), ndim (1), zero (2), e
 from __future__ import annotations
 
 import array
-import functools
 import struct
 import sys
 import threading
@@ -40,6 +39,9 @@ _DTYPES: dict[int, np.dtype[Any]] = {
     for code, name in enumerate(("<i1", "<i2", "<i4", "<i8", "<u1", "<u2", "<u4", "<u8"), start=1)
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+# One global name instead of two on the way of every message.
+_unpackb = msgpack.unpackb
+_NESTING = frozenset({list, dict})
 _SCALARS = frozenset({type(None), bool, int, float, str, bytes, bytearray, memoryview})
 
 
@@ -139,14 +141,21 @@ def decode(body: bytes | memoryview) -> Message:
     """
     size = len(body)
     try:
-        if size <= MAX_ITEMS:
-            # nothing in it can be longer than the body itself, which is what msgpack checks
-            message = _unpack(body)
-        else:
-            message = _unpack(body, max_array_len=MAX_ITEMS, max_map_len=MAX_ITEMS)
+        # nothing in it can be longer than the body itself, which is what msgpack checks
+        message = _unpackb(
+            body,
+            raw=False,
+            use_list=True,
+            strict_map_key=True,
+            object_hook=_check_keys,
+            ext_hook=_extension,
+            timestamp=1,
+            max_array_len=size if size < MAX_ITEMS else MAX_ITEMS,
+            max_map_len=size if size < MAX_ITEMS else MAX_ITEMS,
+        )
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
         raise ProtocolError(f"body of {size} bytes cannot be decoded: {error}") from None
-    if size > MAX_DEPTH and _is_deeper(message, MAX_DEPTH):
+    if size > MAX_DEPTH and type(message) in _NESTING and _is_deeper(message, MAX_DEPTH):
         raise ProtocolError(f"body of {size} bytes: nested deeper than {MAX_DEPTH} levels")
     return message
 
@@ -296,12 +305,3 @@ if sys.byteorder != "little":  # pragma: no cover
 
 
 _local = _Local()
-_unpack = functools.partial(
-    msgpack.unpackb,
-    raw=False,
-    use_list=True,
-    strict_map_key=True,
-    object_hook=_check_keys,
-    ext_hook=_extension,
-    timestamp=1,
-)

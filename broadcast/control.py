@@ -95,7 +95,7 @@ class ControlPort:
                 sequence=self._received + 1,
                 epoch=self._epoch if self.check_epoch else None,
             )
-            if header.kind < Kind.HELLO or header.in_memfd:
+            if header.kind < Kind.HELLO or header.outside:
                 raise ProtocolError(f"{header.kind.name} frame on the control socket")
             body = decode(view) if len(packet) > HEADER_BYTES and view else {}
             if type(body) is not dict:

@@ -19,16 +19,18 @@ class Deadline:
     wait; what it took on top of that (a stopped process, a suspended machine) moves the deadline.
 
     Args:
-        timeout_s: seconds from now.
+        timeout_s: seconds from `from_s`, which is a point of the clock; from now if None.
         clock: monotonic seconds; tests inject their own.
     """
 
     __slots__ = ("_at_s", "_clock", "_started_s", "timeout_s")
 
-    def __init__(self, timeout_s: float, *, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, timeout_s: float, *, from_s: float | None = None, clock: Clock = time.monotonic
+    ) -> None:
         self.timeout_s = timeout_s
         self._clock = clock
-        self._started_s = clock()
+        self._started_s = clock() if from_s is None else from_s
         self._at_s = self._started_s + timeout_s
 
     def remaining_s(self) -> float:

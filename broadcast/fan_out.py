@@ -48,6 +48,7 @@ class FanOut:
 
     Args:
         wake_fd: becomes readable when the channel ends; `check` then raises why.
+        timeout_s: how long buffers may stay full, seconds, if a call says nothing else.
     """
 
     def __init__(
@@ -57,25 +58,28 @@ class FanOut:
         wake_fd: int,
         check: Callable[[], None],
         counters: Counters,
+        timeout_s: float,
     ) -> None:
         self._order = [(link.data.sock.send, link) for link in links]
         self._wake_fd = wake_fd
         self._check = check
         self._counters = counters
+        self._timeout_s = timeout_s
         # Per rank: sends that found a full buffer.
         self.full = {link.rank: 0 for link in links}
 
-    def send(self, frame: bytes, timeout_s: float, memfd: int = -1) -> None:
+    def send(self, frame: bytes, timeout_s: float | None, memfd: int = -1) -> None:
         """Send a frame to all peers, and the memfd that holds its body if there is one.
 
         Args:
-            timeout_s: how long buffers may stay full, seconds.
+            timeout_s: how long buffers may stay full, seconds; None: as told to all calls.
 
         Raises:
             LinkBroken, LinksFull: some peers may have the frame and some not.
         """
         waiting: list[tuple[Link, int]] | None = None
-        for send, link in self._order:
+        order = self._order
+        for send, link in order:
             try:
                 send(frame, _NO_SIGNAL)
             except BlockingIOError:
@@ -86,9 +90,10 @@ class FanOut:
                 if memfd >= 0 and not _try_memfd(link, memfd):
                     waiting = [*(waiting or ()), (link, 1)]
         if waiting is not None:
-            self._send_rest(waiting, frame, memfd, Deadline(timeout_s))
+            deadline = Deadline(self._timeout_s if timeout_s is None else timeout_s)
+            self._send_rest(waiting, frame, memfd, deadline)
         # Wake another peer first next time: the last of a row waits for all wake-ups.
-        self._order.append(self._order.pop(0))
+        order.append(order.pop(0))
 
     def _send_rest(
         self, full: list[tuple[Link, int]], frame: bytes, memfd: int, deadline: Deadline

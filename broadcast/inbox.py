@@ -3,58 +3,68 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tp_runtime.broadcast.pace import Sleeper
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from tp_runtime.broadcast.failure import FailureLatch
     from tp_runtime.broadcast.pace import Pace
-    from tp_runtime.broadcast.sockets import PacketSocket
+    from tp_runtime.broadcast.patience import Patience
     from tp_runtime.broadcast.statistics import Counters
 
+Taken = TypeVar("Taken")
 
 # Often enough that the caches keep it, seldom enough that no message is late because of it.
 _REHEARSE_EVERY_S = 500e-6
 
 
 class Inbox:
-    """Takes packets as soon as they are there, at the cost in CPU that the wait mode allows.
+    """Waits for what comes next, at the cost in CPU that the wait mode allows.
+
+    Each wait ends in the call that takes: nothing is between it and the caller but returns, since
+    what runs there runs after a step of the model has put it out of the caches.
 
     Args:
-        wake_fd: becomes readable when the channel ends; `check` then raises why.
+        data_fd: of the connection.
+        latch: ends every wait.
         rehearse: goes the way of a message that has arrived; called while there is time.
     """
 
     def __init__(
         self,
-        packets: PacketSocket,
+        data_fd: int,
         *,
         pace: Pace,
-        wake_fd: int,
-        check: Callable[[], None],
+        latch: FailureLatch,
         rehearse: Callable[[], None],
         counters: Counters,
     ) -> None:
         self._pace = pace
+        self._latch = latch
         self._counters = counters
-        self._packets = packets
-        self._check = check
         self._rehearse = rehearse
-        self._sleeper = Sleeper(packets.fileno(), wake_fd)
+        self._sleeper = Sleeper(data_fd, latch.wake_fd)
+        # Waits in the kernel until something may be there: seconds, and 2.
+        self.poll = self._sleeper.block
+        self._spun_from_s = 0.0
 
-    def soon(self, limit_s: float) -> memoryview | None:
-        """Sleep and spin as planned, at most `limit_s` seconds; None: nothing came meanwhile.
+    def wait(self, take: Callable[[], Taken], patience: Patience) -> Taken | None:
+        """Sleep, spin and block until `take` gives something; None: the patience is over.
+
+        Args:
+            take: raises BlockingIOError while nothing is there.
 
         Raises:
-            OSError: the connection is broken.
+            BroadcastError: the channel has ended.
+            OSError: as `take`.
         """
         started_s = time.monotonic()
         sleep_until_s, spin_until_s = self._pace.plan(started_s)
-        limit_s += started_s
+        limit_s = started_s + patience.timeout_s
         if sleep_until_s > started_s:
             self._counters.waits += 1
             sleep_until_s = min(sleep_until_s, limit_s)
@@ -62,39 +72,53 @@ class Inbox:
             woke_s = time.monotonic()
             self._pace.woke(late_s=woke_s - sleep_until_s)
             started_s = woke_s
-        if spin_until_s <= started_s:
-            return None
-        packet = self._spin(min(spin_until_s, limit_s))
-        self._counters.spun_s += time.monotonic() - started_s
-        self._counters.misses += packet is None
-        return packet
+        if spin_until_s > started_s:
+            # Accounted when the message has been delivered, see `spun_until`.
+            self._spun_from_s = started_s
+            taken = self._spin(take, min(spin_until_s, limit_s))
+            if taken is not None:
+                return taken
+            self.spun_until(time.monotonic())
+            self._counters.misses += 1
+        return self._block(take, patience)
 
-    def _spin(self, until_s: float) -> memoryview | None:
-        # Looks without the layers of `look`: what a turn costs is what a message waits.
-        receive_into, buffer = self._packets.sock.recv_into, self._packets.buffer
-        yield_core, clock, check = os.sched_yield, time.monotonic, self._check
+    def _spin(self, take: Callable[[], Taken], until_s: float) -> Taken | None:
+        yield_core, clock, latch = os.sched_yield, time.monotonic, self._latch
         rehearse_s = 0.0
         while (now_s := clock()) < until_s:
             if now_s > rehearse_s:
                 self._rehearse()
                 rehearse_s = now_s + _REHEARSE_EVERY_S
             try:
-                size = receive_into(buffer, 0, socket.MSG_TRUNC)
+                return take()
             except BlockingIOError:
                 # Let whoever needs this core have it: a spin that does not yield is the worst
                 # neighbour of the rank that it waits for.
                 yield_core()
-                check()
-            except ConnectionResetError:
-                return self._packets.look()
-            else:
-                return self._packets.packet(size)
+            if latch.error is not None:
+                latch.check()
         return None
 
-    def block(self, timeout_s: float) -> None:
-        """Wait in the kernel until something is there or the channel ends."""
-        self._counters.waits += 1
-        self._sleeper.block(timeout_s)
+    def _block(self, take: Callable[[], Taken], patience: Patience) -> Taken | None:
+        block, clock = self.poll, time.monotonic
+        while True:
+            self._latch.check()
+            asked_s = patience.next_s()
+            if asked_s is None:
+                return None
+            self._counters.waits += 1
+            slept_from_s = clock()
+            block(asked_s, 2)
+            try:
+                return take()
+            except BlockingIOError:
+                patience.woke(slept_from_s=slept_from_s, asked_s=asked_s)
+
+    def spun_until(self, now_s: float) -> None:
+        """Account for the spin that ended now, if there was one."""
+        if self._spun_from_s:
+            self._counters.spun_s += now_s - self._spun_from_s
+            self._spun_from_s = 0.0
 
     def close(self) -> None:
         self._sleeper.close()

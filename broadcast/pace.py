@@ -18,8 +18,10 @@ _UNANNOUNCED_SPIN_S = 5e-3
 _LEAST_MARGIN_S = 50e-6
 _MOST_MARGIN_S = 2e-3
 _MOST_SHARE = 0.2
-# A timer wakes late by 50-80 us on a usual machine; what it is on this one is learned.
+# A timer wakes late by 50-80 us on a usual machine; what it is on this one, and by how much that
+# varies, is learned.
 _TIMER_LATE_S = 80e-6
+_TIMER_VARIES_S = 40e-6
 # An announced message further away than this is waited for in the kernel.
 _LONGEST_PREDICTION_S = 1.0
 _SELECT_LIMIT = 1024
@@ -33,7 +35,15 @@ class Pace:
         may_spin: there is a core for every rank; otherwise a spin only delays the others.
     """
 
-    __slots__ = ("_error_s", "_expected_s", "_interval_s", "_late_s", "_trusted", "mode")
+    __slots__ = (
+        "_error_s",
+        "_expected_s",
+        "_interval_s",
+        "_late_s",
+        "_trusted",
+        "_varies_s",
+        "mode",
+    )
 
     def __init__(self, mode: WaitMode, *, may_spin: bool) -> None:
         self.mode: WaitMode = mode if may_spin else "efficient"
@@ -41,11 +51,12 @@ class Pace:
         self._interval_s = 0.0
         self._error_s = 0.0
         self._late_s = _TIMER_LATE_S
+        self._varies_s = _TIMER_VARIES_S
         self._trusted = True
 
     @property
     def _margin_s(self) -> float:
-        wanted_s = _LEAST_MARGIN_S + 2 * self._late_s + 3 * self._error_s
+        wanted_s = _LEAST_MARGIN_S + self._late_s + 2 * self._varies_s + 3 * self._error_s
         return min(wanted_s, _MOST_MARGIN_S, _MOST_SHARE * self._interval_s)
 
     def plan(self, now_s: float) -> tuple[float, float]:
@@ -67,7 +78,9 @@ class Pace:
     def woke(self, *, late_s: float) -> None:
         """Learn from a sleep that ended this much after its time; negative: a message ended it."""
         if late_s >= 0:
-            self._late_s += 0.1 * (min(late_s, _MOST_MARGIN_S) - self._late_s)
+            off_s = min(late_s, _MOST_MARGIN_S) - self._late_s
+            self._late_s += 0.1 * off_s
+            self._varies_s += 0.1 * (abs(off_s) - self._varies_s)
 
     def observe(self, *, sent_s: float, interval_s: float) -> None:
         """Learn from a message: how far off its announcement was, and what it announces."""
@@ -101,22 +114,21 @@ class Cadence:
         """
         return self._intervals_s.get(kind, 0.0)
 
-    def count(self, now_s: float, kind: int = 0) -> None:
-        """Learn that a message of this kind was sent now."""
+    def count(self, now_s: float, kind: int = 0) -> float:
+        """Learn that a message of this kind was sent now; returns `expected_s(kind)`."""
         gap_s, self._last_s = now_s - self._last_s, now_s
         before, self._kind = self._kind, kind
+        intervals_s = self._intervals_s
         if gap_s < _LONGEST_PREDICTION_S:
-            self._learn(before, gap_s)
-
-    def _learn(self, kind: int, gap_s: float) -> None:
-        mean_s = self._intervals_s.setdefault(kind, gap_s)
-        if abs(gap_s - mean_s) <= mean_s / 4:
-            self._intervals_s[kind] = mean_s + 0.2 * (gap_s - mean_s)
-        elif abs(gap_s - self._odd_s) <= self._odd_s / 4:
-            # the second of its length in a row is a new cadence, a single one is a pause
-            self._intervals_s[kind] = gap_s
-        else:
-            self._odd_s = gap_s
+            mean_s = intervals_s.setdefault(before, gap_s)
+            if abs(gap_s - mean_s) <= mean_s / 4:
+                intervals_s[before] = mean_s + 0.2 * (gap_s - mean_s)
+            elif abs(gap_s - self._odd_s) <= self._odd_s / 4:
+                # the second of its length in a row is a new cadence, a single one is a pause
+                intervals_s[before] = gap_s
+            else:
+                self._odd_s = gap_s
+        return intervals_s.get(kind, 0.0)
 
 
 class Sleeper:
@@ -127,11 +139,10 @@ class Sleeper:
         self._epoll = select.epoll()
         self._epoll.register(first, select.EPOLLIN)
         self._epoll.register(second, select.EPOLLIN)
+        # Waits that may be a little longer: seconds, and how many events to report.
+        self.block = self._epoll.poll
         # epoll rounds up to whole milliseconds; select does not, but refuses high descriptors
         self._exact = max(self._both) < _SELECT_LIMIT
-
-    def block(self, timeout_s: float) -> None:
-        self._epoll.poll(min(timeout_s, 3600.0), 2)
 
     def sleep(self, timeout_s: float) -> None:
         """As `block`, but never longer than asked."""

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import select
+import socket
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from threading import get_ident
+from time import monotonic, monotonic_ns
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from tp_runtime.broadcast.broadcaster import CAUSE_S, CpuTpBroadcaster
 from tp_runtime.broadcast.codec import Message, decode, field
@@ -14,15 +18,20 @@ from tp_runtime.broadcast.cores import cores_available
 from tp_runtime.broadcast.deadline import Deadline
 from tp_runtime.broadcast.inbox import Inbox
 from tp_runtime.broadcast.pace import Pace
+from tp_runtime.broadcast.patience import LONGEST_S, Patience
+from tp_runtime.broadcast.region import RegionReader
 from tp_runtime.broadcast.sockets import close_all, process_state, read_memfd
 from tp_runtime.broadcast.watch import Watch
 from tp_runtime.broadcast.wire import (
+    FUTURE_NS,
     HEADER_BYTES,
     MEMFD_MARK,
+    OFFSET,
+    PLAIN_HEADER,
     Header,
     Kind,
-    PlainFrames,
     parse_frame,
+    plain_first,
 )
 from tp_runtime.errors import (
     BroadcastError,
@@ -38,10 +47,15 @@ if TYPE_CHECKING:
     from tp_runtime.broadcast.config import BroadcasterConfig
     from tp_runtime.broadcast.join_peer import Membership
 
+Taken = TypeVar("Taken")
+
+unpack_plain_header = PLAIN_HEADER.unpack_from
 # Rank 0 names who kept everybody waiting; its word is waited for a little longer than its promise.
 _VERDICT_S = 0.25
-# A longer message costs more to rehearse than cold caches do; cut to this size it is not decoded.
+# A longer message costs more to rehearse than cold caches do.
 _REHEARSED_BYTES = 4096
+# A peer that never waits does its book-keeping after so many messages.
+_MOST_ARRIVALS = 64
 # A peer that leaves waits this long for rank 0 to have told the others.
 _BYE_S = 1.0
 
@@ -57,30 +71,36 @@ class PeerBroadcaster(CpuTpBroadcaster):
         self._root = membership.root
         self._siblings = membership.siblings
         self._progress = membership.progress
+        self._region: RegionReader | None = None
         self._unanswered = 0
         self._promised_s = 0.0
         # Written by the watch too; a float is replaced whole.
         self._heard_s = time.monotonic()
         self._closing = False
         self._bye_ok = False
-        self._plain = PlainFrames(epoch=config.epoch, most_bytes=config.max_message_bytes)
+        data = self._root.data
+        self._take = functools.partial(data.sock.recv_into, data.buffer, 0, socket.MSG_TRUNC)
+        self._first = plain_first(config.epoch)
+        self._most_plain_bytes = min(len(data.buffer) - HEADER_BYTES, config.max_message_bytes)
         self._pace = Pace(config.wait, may_spin=cores_available() >= world_size)
-        self._rehearsed_bytes = 0
-        # Send time, arrival and announced interval of the message taken last, not yet accounted.
-        self._arrival: tuple[int, int, int] | None = None
+        # Send time, arrival, announced interval and length of messages not yet accounted.
+        self._blocks = self._pace.mode == "efficient"
+        self._half_s = min(config.timeout_s / 2, LONGEST_S)
+        self._arrivals: list[tuple[int, int, int, int]] = []
+        self._rehearsal: Callable[[Message], object] | None = None
         pidfds = {s.rank: s.pidfd for s in self._siblings.values()}
         with contextlib.ExitStack() as undo:
             undo.callback(self._latch.release)
             undo.callback(membership.close)
             self._inbox = Inbox(
-                self._root.data,
+                data.fileno(),
                 pace=self._pace,
-                wake_fd=self._latch.wake_fd,
-                check=self._latch.check,
+                latch=self._latch,
                 rehearse=self._rehearse,
                 counters=self._counters,
             )
             undo.callback(self._inbox.close)
+            self._poll = self._inbox.poll
             self._watch = Watch(
                 self,
                 ports={0: self._root.control},
@@ -100,22 +120,75 @@ class PeerBroadcaster(CpuTpBroadcaster):
     # receive and acknowledge -----------------------------------------------------------------
 
     def receive(self, *, timeout_s: float | None = None) -> Message:
+        # With `_open` one straight line from the packet to the message. A step of the model has
+        # put this code and its data out of the caches, so each function and object on the way costs
+        # microseconds, and this rank waits. Book-keeping is done while waiting for the next one.
+        if get_ident() != self._owner or self._latch.error is not None or self._unanswered:
+            self._refuse_receive()
+        self._in_call = True
+        try:
+            started_s = 0.0
+            if self._blocks:
+                # Half of the timeout: rank 0 need not be asked for a sign of life until then.
+                started_s = monotonic()
+                self._poll(self._half_s if timeout_s is None else min(timeout_s / 2, LONGEST_S), 2)
+            try:
+                size = self._take()
+            except BlockingIOError:
+                size = -1
+            except OSError as error:
+                size = self._take_after(error, self._take)
+            if size < 0:
+                size = self._await(self._take, timeout_s, silence=True, blocked_from_s=started_s)
+            return self._open(size, self._sequence + 1, timeout_s)
+        except ProtocolError as error:
+            self._blame(error)
+        finally:
+            self._in_call = False
+
+    def _open(self, size: int, sequence: int, timeout_s: float | None) -> Message:
+        """The message in the packet of `size` bytes that lies in the buffer."""
+        now_ns, packet = monotonic_ns(), self._root.data.view
+        first, length, interval_us, got, sent_ns = unpack_plain_header(packet)
+        if (
+            first != self._first
+            or length != size - HEADER_BYTES
+            or length > self._most_plain_bytes
+            or got != sequence
+            or sent_ns > now_ns + FUTURE_NS
+        ):
+            return self._open_other(size, now_ns, timeout_s)
+        message = decode(packet[HEADER_BYTES:size])
+        self._sequence = self._progress.words[self.rank] = sequence
+        arrivals = self._arrivals
+        arrivals.append((sent_ns, now_ns, interval_us, length))
+        if len(arrivals) >= _MOST_ARRIVALS:
+            self._settle()
+        return message
+
+    def _rehearse(self) -> None:
+        """Open the message taken last once more; it still lies in the buffer.
+
+        A step of the model has put that code and its data out of the caches; they come back here,
+        while there is time, and not when the next message is there.
+        """
+        first, length, _, sequence, _ = unpack_plain_header(self._root.data.view)
+        if first == self._first and sequence == self._sequence and length <= _REHEARSED_BYTES:
+            message = self._open(HEADER_BYTES + length, sequence, None)
+            self._arrivals.clear()
+            if self._rehearsal is not None:
+                self._rehearsal(message)
+
+    def rehearse_with(self, rehearsal: Callable[[Message], object]) -> None:
+        self._rehearsal = rehearsal
+
+    def _refuse_receive(self) -> None:
         self._enter()
         if self._unanswered:
             raise ProtocolError(
                 f"rank {self.rank}: message {self._unanswered} is to be confirmed; "
                 "call acknowledge before the next receive"
             )
-        if timeout_s is None:
-            timeout_s = self.config.timeout_s
-        kind, interval_us, message = self._next(timeout_s, silence=True)
-        if kind is Kind.CONFIRM:
-            self._unanswered = self._sequence
-            self._promised_s = interval_us / 1e6
-        elif kind is not Kind.MESSAGE:
-            self._raise_garbage(f"{kind.name} without a question")
-        self._counters.messages += 1
-        return message
 
     def acknowledge(self, ok: bool, detail: str = "", *, timeout_s: float | None = None) -> bool:
         self._enter()
@@ -132,7 +205,7 @@ class PeerBroadcaster(CpuTpBroadcaster):
         deadline = Deadline(timeout_s)
         self._send_answer({"sequence": sequence, "ok": bool(ok), "detail": detail}, deadline)
         self._unanswered = 0
-        kind, _, body = self._next(deadline.remaining_s(), silence=False)
+        kind, body = self._decision(deadline.remaining_s())
         if kind is not Kind.DECISION or field(body, "sequence", int) != sequence:
             self._raise_garbage(f"{kind.name} instead of the decision on {sequence}")
         committed: bool = field(body, "committed", bool)
@@ -149,7 +222,7 @@ class PeerBroadcaster(CpuTpBroadcaster):
                 port.send(Kind.ACK, body)
             except BlockingIOError:
                 if deadline.expired():
-                    self._raise_late(deadline, "did not take the acknowledgement")
+                    self._raise_late(deadline.timeout_s, "did not take the acknowledgement")
                 poll = select.poll()
                 poll.register(port.fileno(), select.POLLOUT)
                 poll.register(self._latch.wake_fd, select.POLLIN)
@@ -160,57 +233,37 @@ class PeerBroadcaster(CpuTpBroadcaster):
             else:
                 return
 
-    # taking frames off the data socket -------------------------------------------------------
-
-    def _next(self, timeout_s: float, *, silence: bool) -> tuple[Kind, int, Message]:
-        """Kind, announced interval and content of the next frame.
-
-        Anything wrong with it fails the channel.
-        """
-        if self._arrival is not None:
-            self._account(*self._arrival)
+    def _decision(self, timeout_s: float) -> tuple[Kind, Message]:
         self._in_call = True
         try:
-            packet = self._take(timeout_s, silence=silence)
-            if not packet:
-                self._raise_end()
-            now_ns = time.monotonic_ns()
-            sequence = self._sequence + 1
-            times = self._plain.times(packet, sequence=sequence, now_ns=now_ns)
-            if times is None:
-                return self._unusual(packet, now_ns, timeout_s)
-            sent_ns, interval_us = times
-            message = decode(packet[HEADER_BYTES:])
-            self._took(sequence, sent_ns, now_ns, interval_us, len(packet) - HEADER_BYTES)
-            self._rehearsed_bytes = min(len(packet), _REHEARSED_BYTES)
-            return Kind.MESSAGE, interval_us, message
+            size = self._await(self._take, timeout_s, silence=False)
+            header, body = self._frame(size, monotonic_ns(), timeout_s)
+            return header.kind, body
         except ProtocolError as error:
-            if self._latch.error is error:
-                raise
-            self._raise_garbage(str(error))
+            self._blame(error)
         finally:
             self._in_call = False
 
-    def _rehearse(self) -> None:
-        """Go the way of a message with the one taken last, which still lies in the buffer.
+    # taking frames off the data socket -------------------------------------------------------
 
-        A step of the model has put this code and its data out of the caches; they come back here,
-        while there is time, and not when the next message is there.
-        """
-        packet = self._root.data.packet(self._rehearsed_bytes)
-        if self._plain.times(packet, sequence=self._sequence, now_ns=time.monotonic_ns()):
-            decode(packet[HEADER_BYTES:])
+    def _open_other(self, size: int, now_ns: int, timeout_s: float | None) -> Message:
+        """The message in a packet that is not a plain frame."""
+        header, message = self._frame(size, now_ns, timeout_s)
+        if header.kind is Kind.CONFIRM:
+            self._unanswered = self._sequence
+            self._promised_s = header.interval_us / 1e6
+        elif header.kind is not Kind.MESSAGE:
+            self._raise_garbage(f"{header.kind.name} without a question")
+        return message
 
-    def _unusual(
-        self, packet: memoryview, now_ns: int, timeout_s: float
-    ) -> tuple[Kind, int, Message]:
-        """Every frame that is not the plain message of a step."""
+    def _frame(self, size: int, now_ns: int, timeout_s: float | None) -> tuple[Header, Message]:
+        """A frame of any kind; anything wrong with it fails the channel."""
+        if not size:
+            self._raise_end()
+        packet = self._root.data.packet(size)
         header, body = parse_frame(
             packet, sequence=self._sequence + 1, epoch=self.config.epoch, now_ns=now_ns
         )
-        if header.kind is Kind.CLOSE:
-            self._took(header.sequence, header.sent_ns, now_ns, 0, 0)
-            self._raise_closed()
         if header.kind > Kind.CLOSE:
             raise ProtocolError(f"{header.kind.name} frame on the data socket")
         if header.length > self.config.max_message_bytes:
@@ -218,102 +271,121 @@ class PeerBroadcaster(CpuTpBroadcaster):
                 f"message of {header.length} bytes, max_message_bytes is "
                 f"{self.config.max_message_bytes}"
             )
-        message = self._large_body(header, timeout_s) if header.in_memfd else decode(body)
-        # The interval of a confirm is a promise of its decision, not the time to the next message.
-        announced_us = header.interval_us if header.kind is Kind.MESSAGE else 0
-        self._took(header.sequence, header.sent_ns, now_ns, announced_us, header.length)
-        return header.kind, header.interval_us, message
-
-    def _took(
-        self, sequence: int, sent_ns: int, now_ns: int, interval_us: int, length: int
-    ) -> None:
-        self._sequence = sequence
-        self._progress.note(self.rank, sequence)
-        self._counters.body_bytes += length
-        # The rest of the book-keeping waits until the caller has what it waited for.
-        self._arrival = sent_ns, now_ns, interval_us
-
-    def _account(self, sent_ns: int, now_ns: int, interval_us: int) -> None:
-        self._arrival = None
+        message = None
+        if header.kind is not Kind.CLOSE:
+            message = self._outside(header, body, timeout_s) if header.outside else decode(body)
+        self._sequence = self._progress.words[self.rank] = header.sequence
+        if header.kind in (Kind.MESSAGE, Kind.CONFIRM):
+            # The interval of a confirm is a promise of its decision, not the time to the next one.
+            announced_us = header.interval_us if header.kind is Kind.MESSAGE else 0
+            self._arrivals.append((header.sent_ns, now_ns, announced_us, header.length))
         self._heard_s = max(self._heard_s, now_ns / 1e9)
-        self._counters.count_latency(now_ns - sent_ns)
-        if self._pace.mode != "efficient":
-            self._pace.observe(sent_s=sent_ns / 1e9, interval_s=interval_us / 1e6)
+        if header.kind is Kind.CLOSE:
+            self._raise_closed()
+        return header, message
 
-    def _large_body(self, header: Header, timeout_s: float) -> Message:
-        descriptors: list[int] = []
+    def _settle(self) -> None:
+        """The book-keeping of the messages taken since the last time."""
+        arrivals, counters, pace = self._arrivals, self._counters, self._pace
+        if not arrivals:
+            return
+        self._inbox.spun_until(arrivals[0][1] / 1e9)
+        counters.waits += len(arrivals) if self._blocks else 0
+        for sent_ns, now_ns, interval_us, length in arrivals:
+            counters.messages += 1
+            counters.body_bytes += length
+            counters.count_latency(now_ns - sent_ns)
+            if pace.mode != "efficient":
+                pace.observe(sent_s=sent_ns / 1e9, interval_s=interval_us / 1e6)
+        self._heard_s = max(self._heard_s, arrivals[-1][1] / 1e9)
+        arrivals.clear()
 
-        def mark() -> memoryview | None:
-            try:
-                packet, attached = self._root.data.receive_with_descriptors()
-            except BlockingIOError:
-                return None
-            descriptors.extend(attached)
-            return packet
+    def _await(
+        self,
+        take: Callable[[], Taken],
+        timeout_s: float | None,
+        *,
+        silence: bool,
+        blocked_from_s: float = 0.0,
+    ) -> Taken:
+        """What `take` gives as soon as it gives something.
 
+        Args:
+            blocked_from_s: when the caller began to wait for it in the kernel; 0: not yet.
+        """
+        self._settle()
+        timeout_s = self.config.timeout_s if timeout_s is None else timeout_s
+        patience = Patience(
+            timeout_s,
+            heard_s=(lambda: self._heard_s) if silence else None,
+            ask=self._ask_root,
+            from_s=blocked_from_s or None,
+        )
+        if blocked_from_s:
+            patience.woke(slept_from_s=blocked_from_s, asked_s=min(timeout_s / 2, LONGEST_S))
         try:
-            try:
-                packet = mark()
-            except OSError as error:
-                self._raise_root_gone(f"its connection broke ({error.strerror})")
-            if packet is None:
-                packet = self._block(mark, Deadline(timeout_s), silence=True)
-            if not packet:
-                self._raise_end()
-            if packet != MEMFD_MARK or len(descriptors) != 1:
-                raise ProtocolError(
-                    f"large body: expected one descriptor, got {len(descriptors)} "
-                    f"and {len(packet)} bytes"
-                )
-            self._counters.large_messages += 1
-            with read_memfd(descriptors[0], header.length) as mapped, memoryview(mapped) as view:
-                return decode(view)
+            taken = self._inbox.wait(take, patience)
+        except OSError as error:
+            return self._take_after(error, take)
+        if taken is None:
+            self._raise_late(patience.timeout_s, "was silent" if silence else "did not decide")
+        return taken
+
+    def _take_after(self, error: OSError, take: Callable[[], Taken]) -> Taken:
+        """What the connection still gives after an error."""
+        taken = None
+        if isinstance(error, ConnectionResetError):
+            # Rank 0 closed with unread packets of ours. That is reported once and hides what it
+            # had sent before; those packets are still in the queue.
+            with contextlib.suppress(OSError):
+                taken = take()
+        if taken is None:
+            self._raise_root_gone(f"its connection broke ({error.strerror})")
+        return taken
+
+    def _ask_root(self) -> None:
+        self._root.control.try_send(Kind.PING)
+
+    def _outside(self, header: Header, body: memoryview, timeout_s: float | None) -> Message:
+        """The message of a frame whose body is in a memfd or a region."""
+        offset = OFFSET.unpack(body)[0] if header.in_region else 0
+        descriptors = self._descriptors(timeout_s) if header.with_memfd else []
+        try:
+            if header.in_region and descriptors:
+                fresh = RegionReader(descriptors[0])
+                self._close_region()
+                self._region = fresh
+            if not header.in_region:
+                with (
+                    read_memfd(descriptors[0], header.length) as mapped,
+                    memoryview(mapped) as view,
+                ):
+                    message = decode(view)
+            elif self._region is None:
+                raise ProtocolError("a body in a region before any region was passed")
+            else:
+                message = self._region.read(offset, header.length, sequence=header.sequence)
         finally:
             close_all(descriptors)
+        self._counters.large_messages += 1
+        return message
 
-    def _take(self, timeout_s: float, *, silence: bool) -> memoryview:
-        """The next packet as soon as it is there: look, sleep and spin as planned, then block."""
-        look = self._root.data.look
-        try:
-            packet = look()
-            if packet is None:
-                packet = self._inbox.soon(timeout_s)
-        except OSError as error:
-            self._raise_root_gone(f"its connection broke ({error.strerror})")
-        if packet is not None:
-            return packet
-        return self._block(look, Deadline(timeout_s), silence=silence)
+    def _descriptors(self, timeout_s: float | None) -> list[int]:
+        """The one descriptor that follows a frame."""
+        take = self._root.data.receive_with_descriptors
+        packet, descriptors = self._await(take, timeout_s, silence=True)
+        if packet == MEMFD_MARK and len(descriptors) == 1:
+            return descriptors
+        close_all(descriptors)
+        if not packet:
+            self._raise_end()
+        raise ProtocolError(
+            f"large body: expected one descriptor, got {len(descriptors)} and {len(packet)} bytes"
+        )
 
-    def _block(
-        self, look: Callable[[], memoryview | None], deadline: Deadline, *, silence: bool
-    ) -> memoryview:
-        """What `look` gives once it gives something; the caller has looked already."""
-        heard_s, asked_root = 0.0, False
-        while True:
-            self._latch.check()
-            if silence and self._heard_s != heard_s:
-                heard_s, asked_root = self._heard_s, False
-                deadline.restart(heard_s)
-            if deadline.expired():
-                self._raise_late(deadline, "was silent" if silence else "did not decide")
-            wait_s = deadline.remaining_s()
-            if silence and not asked_root:
-                half_s = wait_s - deadline.timeout_s / 2
-                if half_s <= 0:
-                    # The deadline may be shorter than rank 0's heartbeat: ask for a sign of life.
-                    self._root.control.try_send(Kind.PING)
-                    asked_root = True
-                else:
-                    wait_s = half_s
-            started_s = time.monotonic()
-            self._inbox.block(wait_s)
-            try:
-                packet = look()
-            except OSError as error:
-                self._raise_root_gone(f"its connection broke ({error.strerror})")
-            if packet is not None:
-                return packet
-            deadline.woke(slept_from_s=started_s, asked_s=wait_s)
+    def _close_region(self) -> None:
+        if self._region is not None:
+            self._region.close()
 
     # ends ------------------------------------------------------------------------------------
 
@@ -331,6 +403,7 @@ class PeerBroadcaster(CpuTpBroadcaster):
         self._raise_failed(self._lost(0, self._root.pid, reason))
 
     def _raise_closed(self) -> NoReturn:
+        self._settle()
         self._latch.set(
             ChannelClosed(
                 f"rank {self.rank}: rank 0 closed the channel after {self._counters.messages} "
@@ -341,15 +414,21 @@ class PeerBroadcaster(CpuTpBroadcaster):
         self._latch.check()
         raise ChannelClosed(f"rank {self.rank}: the channel was closed by this rank")
 
+    def _blame(self, error: ProtocolError) -> NoReturn:
+        """A frame that is not allowed ends the channel; what ended it already is raised again."""
+        if self._latch.error is error:
+            raise error
+        self._raise_garbage(str(error))
+
     def _raise_garbage(self, what: str) -> NoReturn:
         self._raise_failed(ProtocolError(f"rank {self.rank}: rank 0 sent: {what}"))
 
-    def _raise_late(self, deadline: Deadline, what: str) -> NoReturn:
+    def _raise_late(self, timeout_s: float, what: str) -> NoReturn:
         root = self._root
         self._raise_failed(
             DeadlineExceeded(
                 f"rank {self.rank}: rank 0 (pid {root.pid}, {process_state(root.pid)}) {what} for "
-                f"{deadline.timeout_s:g} s; last message received was {self._sequence}",
+                f"{timeout_s:g} s; last message received was {self._sequence}",
                 rank=0,
             )
         )
@@ -441,4 +520,5 @@ class PeerBroadcaster(CpuTpBroadcaster):
     def _release(self) -> None:
         self._watch.release()
         self._inbox.close()
+        self._close_region()
         self._membership.close()

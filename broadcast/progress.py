@@ -27,11 +27,11 @@ class Progress:
 
     An acknowledgement that costs its sender one store and its reader one load: no packet, no
     system call, no thread woken on rank 0, and nothing unread when a socket is closed. It only
-    tells how far a rank is; no message is recycled or sent again because of it, so the order of
-    the stores does not matter.
+    tells how far a rank is. The slots of a region are used again because of it, see region.py for
+    the order of loads and stores which that needs.
     """
 
-    __slots__ = ("_map", "_words")
+    __slots__ = ("_map", "words")
 
     def __init__(self, descriptor: int, *, world_size: int) -> None:
         """Map a page; the descriptor stays the caller's.
@@ -42,20 +42,18 @@ class Progress:
         size = world_size * _WORD_BYTES
         _check_page(descriptor, size)
         self._map = mmap.mmap(descriptor, size)
-        self._words: memoryview | list[int] = memoryview(self._map).cast("Q")
-
-    def note(self, rank: int, sequence: int) -> None:
-        self._words[rank] = sequence
+        # The sequence that each rank took last; a rank writes its own.
+        self.words: memoryview | list[int] = memoryview(self._map).cast("Q")
 
     def seen(self, rank: int) -> int:
         """Sequence that the rank took last; 0 = none yet."""
-        return self._words[rank]
+        return self.words[rank]
 
     def close(self) -> None:
         """Give the memory back; what was noted by then stays readable."""
-        words = self._words
+        words = self.words
         if isinstance(words, memoryview):
-            self._words = words.tolist()
+            self.words = words.tolist()
             words.release()
             self._map.close()
 

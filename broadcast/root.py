@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from threading import get_ident
+from time import monotonic_ns
 from typing import TYPE_CHECKING, NoReturn
 
 from tp_runtime.broadcast.broadcaster import CpuTpBroadcaster, Receipt
@@ -22,13 +23,16 @@ from tp_runtime.broadcast.deadline import Deadline
 from tp_runtime.broadcast.fan_out import FanOut, LinkBroken, LinksFull
 from tp_runtime.broadcast.pace import Cadence
 from tp_runtime.broadcast.progress import LagBound, Progress
+from tp_runtime.broadcast.region import RegionWriter
 from tp_runtime.broadcast.sockets import close_all, process_state, write_memfd
 from tp_runtime.broadcast.statistics import PeerStatistics
 from tp_runtime.broadcast.watch import Watch
 from tp_runtime.broadcast.wire import (
     HEADER_BYTES,
     MAX_INTERVAL_S,
+    OFFSET,
     PLAIN_HEADER,
+    Flag,
     Kind,
     pack_frame,
     plain_first,
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
 
 
 _INTEGERS = frozenset({int})
+pack_plain_header = PLAIN_HEADER.pack
 # The decision of a confirm is sent even when the answers used up all the time.
 _DECISION_S = 0.2
 
@@ -59,19 +64,21 @@ class RootBroadcaster(CpuTpBroadcaster):
         super().__init__(rank=0, world_size=world_size, config=config)
         self._links = links
         self._progress = progress
+        self._region = RegionWriter()
         self._lag = LagBound(links, timeout_s=config.timeout_s)
         self._fan_out = FanOut(
             list(links.values()),
             wake_fd=self._latch.wake_fd,
             check=self._latch.check,
             counters=self._counters,
+            timeout_s=config.timeout_s,
         )
         self._cadence = Cadence()
         self._interval_us = 0
-        self._timeout_s = config.timeout_s
         self._packer = make_packer()
+        self._pack = self._packer.pack
         self._first = plain_first(config.epoch)
-        self._sent_ns = time.monotonic_ns()
+        self._sent_ns = monotonic_ns()
         self._last_beat_s = self._sent_ns / 1e9
         self._answers: dict[int, tuple[bool, str]] = {}
         self._asking = 0
@@ -117,41 +124,32 @@ class RootBroadcaster(CpuTpBroadcaster):
             if (kind is list and _INTEGERS.issuperset(map(type, message))) or (
                 kind is bytes and len(message) < LARGE_BYTES
             ):
-                body = self._packed(message)
+                try:
+                    body = self._pack(message)
+                except OverflowError:
+                    self._packer.reset()
         interval_us = self._interval_us
         if next_s is not None:
             interval_us = int(next_s * 1e6) if 0.0 <= next_s <= MAX_INTERVAL_S else 0
         if body is None or len(body) > self._most_plain_bytes:
             self._publish_other(message, timeout_s, interval_us)
-            if next_s is None:
-                self._count_cadence()
-            return
-        sequence, sent_ns = self._sequence + 1, time.monotonic_ns()
-        frame = PLAIN_HEADER.pack(self._first, len(body), interval_us, sequence, sent_ns) + body
-        self._in_call = True
-        try:
-            self._fan_out.send(frame, self._timeout_s if timeout_s is None else timeout_s)
-        except BaseException as error:  # noqa: BLE001 - also an interrupt ends the channel; raised again
-            self._sending_failed(error)
-        self._in_call = False
-        self._sequence, self._sent_ns = sequence, sent_ns
-        self._counters.messages += 1
-        self._counters.body_bytes += len(body)
+            sent_ns = self._sent_ns
+        else:
+            sequence, sent_ns = self._sequence + 1, monotonic_ns()
+            head = pack_plain_header(self._first, len(body), interval_us, sequence, sent_ns)
+            self._in_call = True
+            try:
+                self._fan_out.send(head + body, timeout_s)
+            except BaseException as error:  # noqa: BLE001 - also an interrupt ends the channel; raised again
+                self._sending_failed(error)
+            self._in_call = False
+            self._sequence, self._sent_ns = sequence, sent_ns
+            counters = self._counters
+            counters.messages += 1
+            counters.body_bytes += len(body)
         if next_s is None:
-            self._count_cadence()
-
-    def _count_cadence(self) -> None:
-        """The cadence as far as it is known by now is announced with the next message."""
-        self._cadence.count(self._sent_ns / 1e9)
-        self._interval_us = int(self._cadence.expected_s() * 1e6)
-
-    def _packed(self, message: Message) -> bytes | None:
-        try:
-            packed: bytes = self._packer.pack(message)
-        except OverflowError:
-            self._packer.reset()
-            return None
-        return packed
+            # The cadence as far as it is known by now is announced with the next message.
+            self._interval_us = int(self._cadence.count(sent_ns / 1e9) * 1e6)
 
     def _publish_other(self, message: Message, timeout_s: float | None, interval_us: int) -> None:
         self._enter()
@@ -159,7 +157,6 @@ class RootBroadcaster(CpuTpBroadcaster):
             encode_parts(message)  # so that a message that may not travel is refused here, too
             self._sequence += 1
             return
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         self._send_parts(Kind.MESSAGE, encode_parts(message), timeout_s, interval_us)
 
     def confirm(self, message: Message, *, timeout_s: float | None = None) -> Receipt:
@@ -220,7 +217,7 @@ class RootBroadcaster(CpuTpBroadcaster):
     # sending ---------------------------------------------------------------------------------
 
     def _send_parts(
-        self, kind: Kind, parts: list[bytes | memoryview], timeout_s: float, interval_us: int
+        self, kind: Kind, parts: list[bytes | memoryview], timeout_s: float | None, interval_us: int
     ) -> None:
         """Send a frame of any kind and size.
 
@@ -236,27 +233,46 @@ class RootBroadcaster(CpuTpBroadcaster):
                 f"{self.config.max_message_bytes}; send less or raise it on every rank"
             )
         large = length > self._inline_bytes
-        frame = pack_frame(
-            kind,
-            b"" if large else b"".join(parts),
-            sequence=self._sequence + 1,
-            epoch=self.config.epoch,
-            interval_us=interval_us,
-            memfd_bytes=length if large else None,
-            checksum=self.config.checksum,
-        )
-        memfd = write_memfd(parts) if large else -1
+        outside, memfd, body = 0, -1, b""
+        if large:
+            outside, memfd, body = self._lay_out(parts, length)
+        else:
+            body = b"".join(parts)
         try:
+            frame = pack_frame(
+                kind,
+                body,
+                sequence=self._sequence + 1,
+                epoch=self.config.epoch,
+                interval_us=interval_us,
+                outside=outside,
+                outside_bytes=length,
+                checksum=self.config.checksum,
+            )
             self._send(frame, timeout_s, memfd)
         finally:
-            if large:
+            if memfd >= 0:
                 os.close(memfd)
         if kind is not Kind.DECISION:
             self._counters.messages += 1
             self._counters.body_bytes += length
             self._counters.large_messages += large
 
-    def _send(self, frame: bytes, timeout_s: float, memfd: int) -> None:
+    def _lay_out(self, parts: list[bytes | memoryview], length: int) -> tuple[int, int, bytes]:
+        """Put a large body where the peers find it: flags, a memfd to pass or -1, bytes to send."""
+        taken = min(
+            (self._progress.seen(rank) for rank, link in self._links.items() if not link.left),
+            default=0,
+        )
+        sequence = self._sequence + 1
+        offset = self._region.place(parts, length=length, sequence=sequence, taken=taken)
+        if offset is None:
+            return Flag.MEMFD, write_memfd(parts), b""
+        memfd = self._region.take_descriptor()
+        known = memfd < 0
+        return Flag.REGION if known else Flag.REGION | Flag.MEMFD, memfd, OFFSET.pack(offset)
+
+    def _send(self, frame: bytes, timeout_s: float | None, memfd: int) -> None:
         self._in_call = True
         try:
             self._fan_out.send(frame, timeout_s, memfd)
@@ -264,7 +280,7 @@ class RootBroadcaster(CpuTpBroadcaster):
             self._sending_failed(error)
         self._in_call = False
         self._sequence += 1
-        self._sent_ns = time.monotonic_ns()
+        self._sent_ns = monotonic_ns()
 
     def _sending_failed(self, error: BaseException) -> NoReturn:
         """Some peers have the message and some do not: nobody may go on from here."""
@@ -457,6 +473,7 @@ class RootBroadcaster(CpuTpBroadcaster):
         for link in self._links.values():
             link.close()
         self._progress.close()
+        self._region.close()
 
     def _peer_statistics(self) -> tuple[PeerStatistics, ...]:
         return tuple(

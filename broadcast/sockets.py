@@ -37,14 +37,14 @@ class Credentials(NamedTuple):
 class PacketSocket:
     """A non-blocking SOCK_SEQPACKET connection."""
 
-    __slots__ = ("_view", "buffer", "sock")
+    __slots__ = ("buffer", "sock", "view")
 
     def __init__(self, sock: socket.socket, *, receive_bytes: int = LARGEST_PACKET_BYTES) -> None:
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self.sock = sock
         self.buffer = bytearray(receive_bytes)
-        self._view = memoryview(self.buffer)
+        self.view = memoryview(self.buffer)
 
     def fileno(self) -> int:
         return self.sock.fileno()
@@ -85,20 +85,13 @@ class PacketSocket:
             size = self.sock.recv_into(self.buffer, 0, socket.MSG_TRUNC)
         return self.packet(size)
 
-    def look(self) -> memoryview | None:
-        """As `receive`; None if nothing is there."""
-        try:
-            return self.receive()
-        except BlockingIOError:
-            return None
-
     def packet(self, size: int) -> memoryview:
         """The packet of `size` bytes that was just received into `buffer`."""
         if size > len(self.buffer):
             raise ProtocolError(
                 f"packet of {size} bytes, at most {len(self.buffer)} may be sent in one packet"
             )
-        return self._view[:size]
+        return self.view[:size]
 
     def receive_with_descriptors(self) -> tuple[memoryview, list[int]]:
         """As `receive`, with the descriptors attached to the packet; the caller owns them."""
@@ -114,7 +107,7 @@ class PacketSocket:
         if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
             close_all(descriptors)
             raise ProtocolError(f"packet or its descriptors are larger than {len(self.buffer)}")
-        return self._view[:size], list(descriptors)
+        return self.view[:size], list(descriptors)
 
     def _receive_message(self) -> tuple[int, list[tuple[int, int, bytes]], int, object]:
         space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)

@@ -32,10 +32,10 @@ class BroadcasterStatistics:
         sequence: number of the last frame sent (rank 0) or received (peers) on the data socket.
         messages: published or confirmed (rank 0), or received (peers).
         body_bytes: encoded bodies of these, counted once however many peers there are.
-        large_messages: how many of them travelled in a memfd.
+        large_messages: how many of them travelled outside of the packet.
         confirms: decisions made (rank 0) or received (peers); refused: those against.
         heartbeats: sent (rank 0) or received (peers).
-        waits: calls that had to wait in the kernel.
+        waits: times that it went to the kernel to wait.
         misses: messages that came after the spin for them was over (peers, not "efficient").
         spun_s: time spent spinning, which is the CPU that waiting has cost, seconds (peers).
         latency_us: histogram of arrival minus send time (peers): bucket i counts latencies under

@@ -15,7 +15,9 @@ All numbers are little-endian.
 | 24     | 8    | sent_ns     | CLOCK_MONOTONIC of the sender                                  |
 
 One frame is one SOCK_SEQPACKET packet. A body with Flag.MEMFD is not in the packet: the next
-packet is the single byte MEMFD_MARK with a sealed memfd attached, which holds `length` bytes.
+packet is the single byte MEMFD_MARK with a sealed memfd attached, which holds `length` bytes. With
+Flag.REGION the body lies in a region (see region.py) and the packet has its offset there instead;
+with both flags the memfd that follows is a new region, which takes the place of the one before.
 """
 
 from __future__ import annotations
@@ -33,13 +35,14 @@ VERSION = 1
 HEADER = struct.Struct("<HBBHHIIQQ")
 HEADER_BYTES = HEADER.size
 CHECKSUM = struct.Struct("<I")
+OFFSET = struct.Struct("<Q")
 MEMFD_MARK = b"M"
 # The header of the frame of every step, a MESSAGE without flags: its first 8 bytes are one number
 # that is known before (`plain_first`), then length, interval_us, sequence and sent_ns.
 PLAIN_HEADER = struct.Struct("<QIIQQ")
 MAX_INTERVAL_S = 4294.0
 # Both sides read one clock, so a send time ahead of it by more than this is not one of ours.
-_FUTURE_NS = 1_000_000_000
+FUTURE_NS = 1_000_000_000
 
 
 class Kind(enum.IntEnum):
@@ -66,13 +69,16 @@ class Kind(enum.IntEnum):
 class Flag(enum.IntFlag):
     MEMFD = 1
     CHECKSUM = 2
+    REGION = 4
 
 
 # Plain numbers for the hot path: building an enum member costs more than the rest of a check.
 _KINDS: dict[int, Kind] = {int(kind): kind for kind in Kind}
 _MEMFD = int(Flag.MEMFD)
 _CHECKSUM = int(Flag.CHECKSUM)
-_KNOWN_FLAGS = _MEMFD | _CHECKSUM
+_REGION = int(Flag.REGION)
+_OUTSIDE = _MEMFD | _REGION
+_KNOWN_FLAGS = _MEMFD | _CHECKSUM | _REGION
 
 
 class Header(NamedTuple):
@@ -86,8 +92,18 @@ class Header(NamedTuple):
     sent_ns: int
 
     @property
-    def in_memfd(self) -> bool:
+    def outside(self) -> bool:
+        """The body is not in the packet."""
+        return bool(self.flags & _OUTSIDE)
+
+    @property
+    def with_memfd(self) -> bool:
+        """A memfd follows."""
         return bool(self.flags & _MEMFD)
+
+    @property
+    def in_region(self) -> bool:
+        return bool(self.flags & _REGION)
 
 
 def pack_frame(
@@ -97,7 +113,8 @@ def pack_frame(
     sequence: int,
     epoch: int,
     interval_us: int = 0,
-    memfd_bytes: int | None = None,
+    outside: int = 0,
+    outside_bytes: int = 0,
     checksum: bool = False,
     sent_ns: int | None = None,
 ) -> bytes:
@@ -105,14 +122,13 @@ def pack_frame(
 
     Args:
         interval_us: expected time to the next message, below 2**32.
-        memfd_bytes: length of the body that follows in a memfd; `body` must be empty then.
+        outside: Flag.MEMFD, Flag.REGION or both, if the body is not in the packet; `body` is then
+            empty or the packed offset in the region.
+        outside_bytes: length of such a body.
         sent_ns: send time to write; now if None.
     """
-    flags = 0
-    length = len(body)
-    if memfd_bytes is not None:
-        flags |= _MEMFD
-        length = memfd_bytes
+    flags = int(outside)
+    length = outside_bytes if flags else len(body)
     if checksum:
         flags |= _CHECKSUM
     head = HEADER.pack(
@@ -138,36 +154,6 @@ def plain_first(epoch: int) -> int:
     return int.from_bytes(head[:8], "little")
 
 
-class PlainFrames:
-    """Recognises the frame of every step in one comparison.
-
-    A receiver runs this between two steps of a GPU. What it does not recognise goes to
-    `parse_frame`, which says what is wrong with it or that nothing is.
-    """
-
-    __slots__ = ("_first", "_most_bytes")
-
-    def __init__(self, *, epoch: int, most_bytes: int) -> None:
-        self._first = plain_first(epoch)
-        self._most_bytes = most_bytes
-
-    def times(self, packet: memoryview, *, sequence: int, now_ns: int) -> tuple[int, int] | None:
-        """sent_ns and interval_us of such a frame; None: not one, or not a valid one."""
-        size = len(packet)
-        if size < HEADER_BYTES:
-            return None
-        first, length, interval_us, got, sent_ns = PLAIN_HEADER.unpack_from(packet)
-        if (
-            first == self._first
-            and length == size - HEADER_BYTES
-            and length <= self._most_bytes
-            and got == sequence
-            and sent_ns <= now_ns + _FUTURE_NS
-        ):
-            return sent_ns, interval_us
-        return None
-
-
 def parse_frame(
     packet: memoryview, *, sequence: int, epoch: int | None, now_ns: int | None = None
 ) -> tuple[Header, memoryview]:
@@ -180,7 +166,8 @@ def parse_frame(
         now_ns: CLOCK_MONOTONIC at arrival; read here if None.
 
     Returns:
-        The header, and the body as a view of `packet` (empty if it is in a memfd).
+        The header, and the body as a view of `packet`: empty if it is in a memfd, the packed offset
+        if it is in a region.
 
     Raises:
         ProtocolError: any field is not what it must be; the message names the field.
@@ -214,7 +201,9 @@ def parse_frame(
         actual = zlib.crc32(packet[:end])
         if actual != expected:
             raise ProtocolError(f"checksum: expected {expected:#010x}, got {actual:#010x}")
-    in_packet = 0 if flags & _MEMFD else length
+    in_packet = length
+    if flags & _OUTSIDE:
+        in_packet = OFFSET.size if flags & _REGION else 0
     if end - HEADER_BYTES != in_packet:
         raise ProtocolError(
             f"length: header says {in_packet} bytes of body, packet has {end - HEADER_BYTES}"
@@ -223,7 +212,7 @@ def parse_frame(
         raise ProtocolError(f"sequence: expected {sequence}, got {got} ({kind.name})")
     if now_ns is None:
         now_ns = time.monotonic_ns()
-    if sent_ns > now_ns + _FUTURE_NS:
+    if sent_ns > now_ns + FUTURE_NS:
         raise ProtocolError(
             f"sent_ns: {sent_ns} is {(sent_ns - now_ns) / 1e9:.1f} s ahead of this host's clock"
         )

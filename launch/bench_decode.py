@@ -146,7 +146,7 @@ class DecodeBench:
         from torch.profiler import profile
 
         self._fill(engine, self.batches[0], self.samplings[0])
-        with profile() as profiler:
+        with profile(acc_events=True) as profiler:
             for _ in range(_TRACED_STEPS):
                 engine.step()
             engine.sync()

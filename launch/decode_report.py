@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     class Chooser(Protocol):
         """The part of a BackendPlan that is used here."""
 
-        @property
-        def measured(self) -> bool: ...
         def choose(self, *, batch_size: int, total_kv: int, max_kv: int) -> Chosen: ...
 
     class Reported(Protocol):
@@ -29,6 +27,8 @@ if TYPE_CHECKING:
 
         @property
         def plan(self) -> Chooser: ...
+        @property
+        def plan_source(self) -> str: ...
         @property
         def plan_digest(self) -> str | None: ...
         @property
@@ -126,9 +126,8 @@ def summary(engine: Reported, outputs: Sequence[RequestOutput], document: Mappin
     timing = document["timing"]
     kv = [len(output.prompt_token_ids) + len(output.token_ids) for output in outputs]
     choice = engine.plan.choose(batch_size=len(kv), total_kv=sum(kv), max_kv=max(kv))
-    how = "measured" if engine.plan.measured else "fixed priority"
     facts = [
-        ("backend", f"{choice.backend} ({how})"),
+        ("backend", f"{choice.backend} ({engine.plan_source})"),
         ("tokens", f"{timing['output_tokens']} in {timing['run_s']:.2f} s"),
     ]
     if timing["decode_tokens_per_s"] is not None:

@@ -8,11 +8,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tp_runtime.errors import ConfigError
+from tp_runtime.config import RuntimeConfig
+from tp_runtime.errors import ConfigError, SelectionError
 from tp_runtime.launch import exits
-from tp_runtime.launch.options import Parser, add_common, json_target
+from tp_runtime.launch.options import Parser, add_common, add_settings, json_target
 from tp_runtime.launch.output import say, table
-from tp_runtime.selection import BackendPlan
+from tp_runtime.launch.problem import problem_of
+from tp_runtime.planning import eligibility_of
+from tp_runtime.selection import BackendPlan, device_check
 
 if TYPE_CHECKING:
     from tp_runtime.launch.interrupts import Interrupts
@@ -24,15 +27,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=Parser)
     for name, about, files in (
         ("show", "print a plan: its shape, its order of priority, and each bucket's backends", 1),
-        ("verify", "check that a file is a whole plan, and print its digest", 1),
+        (
+            "verify",
+            "check that a file is a whole plan and print its digest; with --model, also whether "
+            "that model on this machine would take it; exit status 1 if not",
+            1,
+        ),
         ("diff", "say where two plans differ; exit status 1 if they do", 2),
     ):
         action = actions.add_parser(name, help=about, description=about)
         action.add_argument("files", nargs=files, metavar="FILE")
         add_common(action)
-        # a plan says itself what it is for; taken so that every verb understands the same words
-        action.add_argument("--tp-size", help=argparse.SUPPRESS)
-        action.add_argument("--device", help=argparse.SUPPRESS)
+        if name == "verify":
+            add_settings(action)
+        else:
+            # a plan says itself what it is for; taken so that every verb knows the same words
+            action.add_argument("--tp-size", help=argparse.SUPPRESS)
+            action.add_argument("--device", help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
@@ -50,8 +61,12 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         rows = [(d["field"], str(d["first"]), str(d["second"])) for d in differences]
         text = table(rows, header=("field", *args.files)) if rows else "equal"
     elif args.action == "verify":
-        result = {"digest": plans[0].digest}
-        text = f"ok {plans[0].digest}"
+        config = RuntimeConfig.resolve(args).config
+        problems = [] if config.model is None else misfits(plans[0], config, config.model)
+        result = {"digest": plans[0].digest, "checked_here": config.model is not None}
+        result["problems"] = problems
+        status = exits.FAILED if problems else exits.OK
+        text = "\n".join([f"{'no' if problems else 'ok'} {plans[0].digest}", *problems])
     else:
         result = describe(plans[0])
         text = as_text(plans[0])
@@ -74,6 +89,29 @@ def load(path: Path) -> BackendPlan:
         raise ConfigError(f"plan {path}: cannot be read: {error.strerror or error}") from error
 
 
+def misfits(plan: BackendPlan, config: RuntimeConfig, model: str) -> list[str]:
+    """Why a model with these settings would not run this plan here; empty if it would.
+
+    Raises: ConfigError, ModelError: as an engine with these settings would.
+    """
+    problem = problem_of(config, model, tp_size=config.tp_size or 1)
+    found = [
+        f"{field}: the plan has {theirs}, here it is {here}"
+        for field, theirs, here in (
+            ("device", plan.device, problem.info.name),
+            ("buckets", list(plan.buckets), list(problem.buckets)),
+        )
+        if theirs != here
+    ]
+    check = device_check(problem.shape, problem.info, eligibility=eligibility_of(config))
+    try:
+        refusals = check(plan)
+    except SelectionError as error:
+        return [*found, str(error)]
+    used = {plan.priority[0], *plan.backends}
+    return found + [f"{name}: {why}" for name, why in refusals.items() if name in used]
+
+
 def describe(plan: BackendPlan) -> dict[str, Any]:
     """A plan as plain values: what it was saved from, with its digest."""
     document: dict[str, Any] = json.loads(plan.to_bytes())
@@ -81,7 +119,7 @@ def describe(plan: BackendPlan) -> dict[str, Any]:
 
 
 def as_text(plan: BackendPlan) -> str:
-    """The same for a person, without the fitted numbers."""
+    """The same for a person; of the fitted numbers those that can be read."""
     facts = [
         ("digest", plan.digest),
         ("mode", plan.mode if plan.measured else "fixed: nothing was measured"),
@@ -92,7 +130,34 @@ def as_text(plan: BackendPlan) -> str:
         shape = dataclasses.asdict(plan.shape)
         facts += [(name, "-" if value is None else str(value)) for name, value in shape.items()]
     buckets = [(str(bucket), ", ".join(plan.variants(bucket))) for bucket in plan.buckets]
-    return f"{table(facts)}\n\n{table(buckets, header=('bucket', 'backends'))}"
+    parts = [table(facts), table(buckets, header=("bucket", "backends"))]
+    models = _model_rows(plan)
+    if models:
+        parts.append(
+            "microseconds of one layer, as fitted:\n" + table(models, header=_MODEL_HEADER)
+        )
+    return "\n\n".join(parts)
+
+
+_MODEL_HEADER = (
+    "bucket", "backend", "fixed", "per 1k tokens", "per 1k of the longest", "corrected by", "error",
+)  # fmt: skip
+
+
+def _model_rows(plan: BackendPlan) -> list[tuple[str, ...]]:
+    return [
+        (
+            str(entry.bucket),
+            name,
+            f"{model.fixed_us:.2f}",
+            f"{1000 * model.per_token_us:.3f}",
+            f"{1000 * model.per_longest_us:.3f}",
+            f"{min(model.factors):.2f}-{max(model.factors):.2f}" if model.factors else "-",
+            f"{100 * model.error:.1f} %",
+        )
+        for entry in plan.entries
+        for name, model in zip(entry.variants, entry.models, strict=False)
+    ]
 
 
 def compare(first: dict[str, Any], second: dict[str, Any]) -> list[dict[str, Any]]:

@@ -14,16 +14,19 @@ from tp_runtime.launch import exits
 from tp_runtime.launch.options import add_common, add_settings, json_target, parse_number
 from tp_runtime.launch.output import say, table
 from tp_runtime.launch.plan import describe
+from tp_runtime.launch.problem import Problem, problem_of
 from tp_runtime.launch.progress import Progress
-from tp_runtime.planning import Decision, decide, decode_shape
+from tp_runtime.launch.recorded import read_recorded
+from tp_runtime.planning import Decision, decide
 from tp_runtime.ranks import TORCHRUN_VARIABLES, RankInfo
-from tp_runtime.selection import BackendPlan, DecodeShape, DeviceInfo
+from tp_runtime.selection.heat_map import HeatMap, require_matplotlib
 from tp_runtime.selection.report import refusal_lines, selection_report
 
 if TYPE_CHECKING:
     import argparse
 
     from tp_runtime.launch.interrupts import Interrupts
+    from tp_runtime.selection import BackendPlan
 
 HELP = "measure the decode backends for a model's shape on this device, and print the plan"
 
@@ -32,13 +35,23 @@ HELP = "measure the decode backends for a model's shape on this device, and prin
 class Selected:
     """What a selection came to, and for what."""
 
-    shape: DecodeShape
-    device: DeviceInfo
+    problem: Problem
     decision: Decision
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--save", metavar="FILE", help="write the plan to FILE, for `plan`")
+    parser.add_argument(
+        "--png",
+        metavar="FILE",
+        help="draw who is fastest and what the choices lose (needs matplotlib)",
+    )
+    parser.add_argument(
+        "--recorded",
+        metavar="FILE",
+        help="measure nothing: draw --png from the JSON of an earlier select, or of "
+        "benchmarks/selection_regret.py",
+    )
     parser.add_argument(
         "--time-limit-s", metavar="X", help="stop measuring after X seconds (default 120)"
     )
@@ -48,6 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """Run the verb. Under torchrun rank 0 does it, and the TP size is that of the run."""
+    if args.png is not None:
+        require_matplotlib()
+    if args.recorded is not None:
+        if args.png is None:
+            raise exits.UsageError("flag --recorded: expected --png FILE with it")
+        read_recorded(args.recorded).save(Path(args.png))
+        return exits.OK
     config = RuntimeConfig.resolve(args).config
     if config.model is None:
         raise ConfigError("no model: expected --model smollm2, a path, or random:<named config>")
@@ -65,6 +85,8 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         )
     if args.save is not None:
         _save(selected.decision.plan, Path(args.save))
+    if args.png is not None:
+        heat_map_of(selected).save(Path(args.png))
     target.write(as_document(selected))
     if not target.on_stdout:
         say(as_text(selected))
@@ -80,39 +102,42 @@ def measure_plan(
         ModelError: the model cannot be read, or not be divided over `tp_size` ranks.
         BackendUnavailable: no backend may serve it here.
     """
-    import torch
-
     from tp_runtime.cpu_threads import cpu_threads_per_rank
-    from tp_runtime.launch.model_shape import model_config, model_shape
-    from tp_runtime.sizing import resolve_sizes
-    from tp_runtime.startup import resolve_device
 
-    device = resolve_device(config, 0)
-    dtype = config.dtype_on(device.type)
-    part = model_shape(model_config(model), tp_size=tp_size, dtype=getattr(torch, dtype))
-    sizes = resolve_sizes(config, part, device=device, ranks_on_host=tp_size)
-    shape = decode_shape(part, sizes)
+    problem = problem_of(config, model, tp_size=tp_size)
     decision = decide(
         dataclasses.replace(config, enable_dynamic_decode_backend=True),
-        shape,
-        device,
-        buckets=sizes.buckets,
-        threads=cpu_threads_per_rank(tp_size) if device.type == "cpu" else 0,
+        problem.shape,
+        problem.device,
+        buckets=problem.buckets,
+        layers=problem.layers,
+        threads=cpu_threads_per_rank(tp_size) if problem.device.type == "cpu" else 0,
         time_limit_s=time_limit_s,
-        progress=lambda done, total: progress("selection", done, total),
+        progress=progress,
     )
-    return Selected(shape=shape, device=DeviceInfo.of(device), decision=decision)
+    return Selected(problem=problem, decision=decision)
+
+
+def heat_map_of(selected: Selected) -> HeatMap:
+    """What --png draws."""
+    report, shape = selected.decision.report, selected.problem.shape
+    return HeatMap(
+        title=f"{selected.problem.info.name}, {shape.q_heads}/{shape.kv_heads} heads",
+        samples=() if report is None else report.samples,
+        plan=selected.decision.plan,
+    )
 
 
 def as_text(selected: Selected) -> str:
     """Shape, table of the plan, refusals."""
-    shape = selected.shape
+    shape = selected.problem.shape
+    decision = selected.decision
     facts = [
-        ("device", selected.device.name),
+        ("device", selected.problem.info.name),
         ("heads", f"{shape.q_heads} query, {shape.kv_heads} key-value, head_dim {shape.head_dim}"),
         ("cache", f"{shape.dtype}, pages of {shape.page_size}, {shape.table_width} to a sequence"),
+        ("plan", f"{decision.source}, decided in {decision.seconds:.3g} s"),
     ]
-    decision = selected.decision
     # the report's own refusals are among all of them
     report = None if decision.report is None else dataclasses.replace(decision.report, refusals={})
     parts = [table(facts), selection_report(decision.plan, report)]
@@ -122,12 +147,14 @@ def as_text(selected: Selected) -> str:
 
 
 def as_document(selected: Selected) -> dict[str, Any]:
-    """The same for --json."""
+    """The same for --json. `seconds` is what measuring took, then; `selection_s` deciding, now."""
     decision = selected.decision
     report = decision.report
     return {
-        "shape": dataclasses.asdict(selected.shape),
-        "device": selected.device.name,
+        "shape": dataclasses.asdict(selected.problem.shape),
+        "device": selected.problem.info.name,
+        "source": decision.source,
+        "selection_s": decision.seconds,
         "refusals": dict(decision.refusals),
         "samples": [] if report is None else [dataclasses.asdict(s) for s in report.samples],
         "seconds": None if report is None else report.seconds,

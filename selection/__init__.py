@@ -7,7 +7,13 @@ Rank 0 measures (`measure_in_child`), decides (`select`), and every rank confirm
 if __name__ != "tp_runtime.selection":
     raise ImportError("import tp_runtime.selection, not selection")
 
-from tp_runtime.selection.agreement import agree, agree_alike, agree_capture, device_check
+from tp_runtime.selection.agreement import (
+    agree,
+    agree_alike,
+    agree_capture,
+    announce,
+    device_check,
+)
 from tp_runtime.selection.base import DecodeBackend, DecodeShape, DecodeStep, DeviceInfo, PagedKV
 from tp_runtime.selection.bench import BenchReport, BenchRequest, measure, measure_in_child
 from tp_runtime.selection.plan import BackendPlan, BucketPlan, Choice
@@ -40,6 +46,7 @@ __all__ = [
     "agree",
     "agree_alike",
     "agree_capture",
+    "announce",
     "available_backends",
     "device_check",
     "measure",

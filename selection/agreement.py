@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tp_runtime.selection.base import DecodeShape, DeviceInfo
 
     Check = Callable[[BackendPlan], Mapping[str, str]]
+    Progress = Callable[[str, int, int], None]
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,12 @@ class Receipt(Protocol):
     def refusals(self) -> Mapping[int, str]: ...
     @property
     def details(self) -> Mapping[int, str]: ...
+
+
+class NewsChannel(Protocol):
+    """The part of a broadcast channel that `announce` needs."""
+
+    def publish(self, message: Any, /, *, timeout_s: float | None = None) -> None: ...
 
 
 class AgreementChannel(Protocol):
@@ -88,12 +95,38 @@ def device_check(
     return check
 
 
+def announce(
+    channel: NewsChannel, stage: str, done: int, total: int, *, timeout_s: float | None = None
+) -> None:
+    """Tell the peers, who wait in `agree`, how far rank 0 is. Rank 0.
+
+    Raises: BroadcastError: the channel failed, so that nobody waits for a plan any more.
+    """
+    progress = {"stage": stage, "done": done, "total": total}
+    channel.publish({"kind": "progress", "progress": progress}, timeout_s=timeout_s)
+
+
+def news_in(message: object) -> tuple[str, int, int] | None:
+    """(stage, done, total) if the message is one that `announce` sent. Peers.
+
+    Raises: ProtocolError: it should be one, and holds something else.
+    """
+    if not isinstance(message, dict) or message.get("kind") != "progress":
+        return None
+    match _message(message, "progress", "progress"):
+        case {"stage": str(stage), "done": int(done), "total": int(total)}:
+            return stage, done, total
+        case news:
+            raise ProtocolError(f"expected a stage and two counts, got {news!r}")
+
+
 def agree(
     channel: AgreementChannel,
     plan: BackendPlan | None,
     *,
     check: Check,
     timeout_s: float | None = None,
+    progress: Progress | None = None,
 ) -> BackendPlan:
     """Agree on a plan; returns the committed one, equal on every rank.
 
@@ -102,12 +135,13 @@ def agree(
         plan: the plan on rank 0, None on the other ranks.
         check: backend -> refusal on this rank, see `device_check`.
         timeout_s: for each wait; the channel's own if None.
+        progress: called on the peers with what rank 0 announces until it has a plan.
 
     Raises: PlanMismatch: a rank cannot read or use the plan as such; names the rank.
         BackendUnavailable: the ranks have no backend in common. BroadcastError: the channel failed.
     """
     if plan is None:
-        return _follow(channel, check, timeout_s)
+        return _follow(channel, check, timeout_s, progress)
     return _lead(channel, plan, check, timeout_s)
 
 
@@ -201,9 +235,18 @@ def _lead(
         raise
 
 
-def _follow(channel: AgreementChannel, check: Check, timeout_s: float | None) -> BackendPlan:
+def _follow(
+    channel: AgreementChannel, check: Check, timeout_s: float | None, progress: Progress | None
+) -> BackendPlan:
     while True:
-        data = _message(channel.receive(timeout_s=timeout_s), "plan", "plan")
+        message = channel.receive(timeout_s=timeout_s)
+        news = news_in(message)
+        if news is not None:
+            log.info("rank 0: %s %d of %d", *news)
+            if progress is not None:
+                progress(*news)
+            continue
+        data = _message(message, "plan", "plan")
         try:
             if not isinstance(data, bytes):
                 raise PlanFormatError(f"plan: expected bytes, got {type(data).__name__}")

@@ -176,7 +176,7 @@ def measure_in_child(
     request: BenchRequest,
     timeout_s: float = 120.0,
     *,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> BenchReport:
     """Measure in a child process, so that a backend that hangs or crashes ends with the child.
 
@@ -186,7 +186,8 @@ def measure_in_child(
         request: what to measure.
         timeout_s: for everything but the compilation of kernels; what was measured until then is
             returned, complete=False.
-        progress: called with (cells done, cells in all).
+        progress: called with ("build", kernels done, in all) and ("selection", cells done, in all),
+            and at least once a second with what was last told. What it raises ends the measuring.
 
     Raises: SelectionError: the request makes no sense, or the child cannot be started.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -52,9 +52,9 @@ _BACKEND_ERRORS = (
 def run_cells(request: BenchRequest, emit: Emit) -> None:
     """Measure every cell from `first_cell` on.
 
-    Events: on a GPU "building" and "ready" around the compilation of kernels; {"event": "running",
-    "cell", "backend"} before a candidate runs, "samples" after a cell, "refused" with backend and
-    reason, "done" at the end.
+    Events: on a GPU "building", a "built" for each candidate, and "ready" around the compilation of
+    kernels; {"event": "running", "cell", "backend"} before a candidate runs, "samples" after a
+    cell, "refused" with backend and reason, "done" at the end.
     """
     if request.threads:
         torch.set_num_threads(request.threads)
@@ -157,12 +157,14 @@ class _Runner:
                 backend.build()
 
         with ThreadPoolExecutor() as pool:
-            builds = {name: pool.submit(build, name) for name in self._names}
-        for name, built in builds.items():
-            try:
-                built.result()
-            except _BACKEND_ERRORS as error:
-                self._refuse(name, f"its kernel cannot be built: {error}")
+            builds = {pool.submit(build, name): name for name in self._names}
+            for built in as_completed(builds):
+                name = builds[built]
+                try:
+                    built.result()
+                except _BACKEND_ERRORS as error:
+                    self._refuse(name, f"its kernel cannot be built: {error}")
+                self._emit({"event": "built", "backend": name})
         self._emit({"event": "ready"})
 
     def _gate(self, number: int, bucket: int) -> None:

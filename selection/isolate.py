@@ -23,22 +23,33 @@ from tp_runtime.errors import SelectionError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    Progress = Callable[[str, int, int], None]
+
 log = logging.getLogger(__name__)
+
+BUILD, MEASURE = "build", "selection"
+"""The stages that are told as progress."""
 
 _START_LIMIT_S = 120.0  # importing torch on a busy machine
 _BUILD_LIMIT_S = 900.0  # compiling kernels that were never compiled before
+_SIGN_OF_LIFE_S = 1.0
 _TAIL_BYTES = 400
 
 
-@dataclass(slots=True)
-class _Progress:
+@dataclass(slots=True, kw_only=True)
+class _State:
     """What is known across children.
 
     Args:
         deadline: of the monotonic clock; compiling kernels moves it.
+        told: the last progress, repeated while nothing new happens.
     """
 
     deadline: float
+    cells: int
+    time_limit_s: float
+    progress: Progress | None
+    told: tuple[str, int, int] = (MEASURE, 0, 0)
     events: list[dict[str, Any]] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     next_cell: int = 0
@@ -46,13 +57,49 @@ class _Progress:
     started: bool = False
     building: bool = False
     done: bool = False
+    build_began: float = 0.0
 
     @property
-    def patience_s(self) -> float | None:
-        """How long the child may be silent while it is not measuring."""
+    def patience_s(self) -> float:
+        """How long the child may be silent."""
         if self.building:
             return _BUILD_LIMIT_S
-        return None if self.started else _START_LIMIT_S
+        # a candidate may use up its limit before the child itself notices: leave it a margin
+        return 2.0 * self.time_limit_s + 1.0 if self.started else _START_LIMIT_S
+
+    def tell(self) -> None:
+        if self.progress is not None:
+            self.progress(*self.told)
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Learn from what the child says."""
+        self.started = True
+        match event["event"]:
+            case "building":
+                self.building, self.build_began = True, time.monotonic()
+                self.told = BUILD, 0, len(event["backends"])
+                log.info("building the kernels of %s", ", ".join(event["backends"]))
+            case "built":
+                self.told = BUILD, self.told[1] + 1, self.told[2]
+            case "ready":
+                self.building = False
+                self.deadline += time.monotonic() - self.build_began
+                self.told = MEASURE, self.next_cell, self.cells
+            case "running":
+                self.running = event["backend"]
+                return
+            case "samples":
+                self.next_cell = event["cell"] + 1
+                self.told = MEASURE, self.next_cell, self.cells
+                self.events.append(event)
+            case "refused":
+                self.refused.append(event["backend"])
+                self.events.append(event)
+                return
+            case "done":
+                self.done = True
+                return
+        self.tell()
 
 
 def run_isolated(
@@ -61,14 +108,24 @@ def run_isolated(
     cells: int,
     time_limit_s: float,
     timeout_s: float,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> tuple[list[dict[str, Any]], bool]:
     """Run children until all cells are measured or the time is over.
+
+    Args:
+        progress: called with (stage, done, in all) when something is done, and at least once a
+            second with what was last told; what it raises ends the children and is raised here.
 
     Returns: the events, and whether they are complete.
     Raises: SelectionError: the child cannot run at all; carries the end of its output.
     """
-    state = _Progress(deadline=time.monotonic() + timeout_s)
+    state = _State(
+        deadline=time.monotonic() + timeout_s,
+        cells=cells,
+        time_limit_s=time_limit_s,
+        progress=progress,
+        told=(MEASURE, 0, cells),
+    )
     names = list(request["candidates"] or request["factories"])
     while time.monotonic() < state.deadline:
         left = [name for name in names if name not in state.refused]
@@ -82,7 +139,7 @@ def run_isolated(
             "factories": factories,
             "first_cell": state.next_cell,
         }
-        reason = _run_child(again, state, time_limit_s, cells, progress)
+        reason = _run_child(again, state)
         if state.done:
             return state.events, True
         if reason is None:
@@ -97,13 +154,7 @@ def run_isolated(
     return state.events, False
 
 
-def _run_child(
-    request: dict[str, Any],
-    state: _Progress,
-    time_limit_s: float,
-    cells: int,
-    progress: Callable[[int, int], None] | None,
-) -> str | None:
+def _run_child(request: dict[str, Any], state: _State) -> str | None:
     """Why the child ended early; None if it was done or the deadline passed."""
     state.started = state.building = False
     with tempfile.TemporaryFile() as errors:
@@ -115,26 +166,15 @@ def _run_child(
             start_new_session=True,  # Ctrl-C reaches the parent, which ends the child
         )
         try:
-            reason = _follow(child, request, state, time_limit_s, cells, progress)
+            reason = _follow(child, request, state)
         finally:
-            child.kill()
-            child.wait()
-            for pipe in (child.stdin, child.stdout):
-                if pipe is not None:
-                    pipe.close()
+            _end(child)
         if reason == "ended":
             return f"{_ending(child.returncode)}{_tail(errors)}"
         return reason
 
 
-def _follow(
-    child: subprocess.Popen[bytes],
-    request: dict[str, Any],
-    state: _Progress,
-    time_limit_s: float,
-    cells: int,
-    progress: Callable[[int, int], None] | None,
-) -> str | None:
+def _follow(child: subprocess.Popen[bytes], request: dict[str, Any], state: _State) -> str | None:
     if child.stdin is None or child.stdout is None:
         raise SelectionError("the measuring child process has no pipes")
     try:
@@ -143,56 +183,46 @@ def _follow(
     except BrokenPipeError:
         return _ended(child)
     pending = b""
-    began = 0.0
+    heard = time.monotonic()
     with selectors.DefaultSelector() as selector:
         selector.register(child.stdout, selectors.EVENT_READ)
         while True:
-            # a candidate may use up its limit before the child itself notices: leave it a margin
-            patience_s = state.patience_s or 2.0 * time_limit_s + 1.0
-            left_s = state.deadline - time.monotonic()
-            if state.building:
-                left_s = patience_s  # what building takes is given back afterwards
+            now = time.monotonic()
+            left_s = heard + state.patience_s - now
             if left_s <= 0.0:
-                return None
-            if not selector.select(min(left_s, patience_s)):
-                if time.monotonic() >= state.deadline and not state.building:
+                return f"gave no sign for {state.patience_s:g} s and was ended"
+            if not state.building:  # what building takes is given back afterwards
+                if now >= state.deadline:
                     return None
-                return f"gave no sign for {patience_s:g} s and was ended"
+                left_s = min(left_s, state.deadline - now)
+            if not selector.select(min(left_s, _SIGN_OF_LIFE_S)):
+                state.tell()
+                continue
             data = child.stdout.read1(65536)  # type: ignore[attr-defined]
             if not data:
                 return None if state.done else _ended(child)
+            heard = time.monotonic()
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 event = json.loads(line)
-                kind = event["event"]
-                if kind == "failed":
+                if event["event"] == "failed":
                     state.running = None
                     return str(event["reason"])
-                state.started = True
-                if kind == "building":
-                    state.building, began = True, time.monotonic()
-                    log.info("building the kernels of %s", ", ".join(event["backends"]))
-                    continue
-                if kind == "ready":
-                    state.building = False
-                    state.deadline += time.monotonic() - began
-                    continue
-                if kind == "running":
-                    state.running = event["backend"]
-                    continue
-                if kind == "samples":
-                    state.next_cell = event["cell"] + 1
-                    if progress is not None:
-                        progress(state.next_cell, cells)
-                elif kind == "refused":
-                    state.refused.append(event["backend"])
-                elif kind == "done":
-                    state.done = True
-                state.events.append(event)
+                state.take(event)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """With everything that it started, such as a compiler."""
+    os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            pipe.close()
 
 
 def _ended(child: subprocess.Popen[bytes]) -> str:
-    child.wait()
+    # not reaped yet, so that its number is still that of its group
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     return "ended"
 
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from tp_runtime.errors import BackendUnavailable, PlanFormatError, SelectionError
+from tp_runtime.selection.atomic_file import replace_file
 from tp_runtime.selection.base import DecodeShape
 from tp_runtime.selection.cost_model import CostModel, Grid
 from tp_runtime.selection.strict_json import (
     MAX_BYTES,
     array,
+    canonical,
     integer,
     number,
     object_of,
@@ -101,7 +101,7 @@ class BackendPlan:
             ],
         )
         put(self, "_eager", Choice(None, 0, self.priority[0]))
-        put(self, "_bytes", _canonical(_to_dict(self)))
+        put(self, "_bytes", canonical(_to_dict(self)))
 
     @classmethod
     def fixed(
@@ -258,17 +258,8 @@ class BackendPlan:
         """Write a readable JSON file with the digest, replacing `path` in one step."""
         path = Path(path)
         envelope = {"digest": self.digest, "plan": _to_dict(self)}
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="ascii") as file:
-                json.dump(envelope, file, sort_keys=True, indent=1, allow_nan=False)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        text = json.dumps(envelope, sort_keys=True, indent=1, allow_nan=False)
+        replace_file(path, text + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> BackendPlan:
@@ -365,13 +356,6 @@ def _to_dict(plan: BackendPlan) -> dict[str, Any]:
         "device": plan.device,
         "entries": [asdict(entry) for entry in plan.entries],
     }
-
-
-def _canonical(value: dict[str, Any]) -> bytes:
-    text = json.dumps(
-        value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True
-    )
-    return text.encode("ascii")
 
 
 def _from_dict(value: object) -> BackendPlan:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
 _RAGGED = 1.05  # longest over mean from which a batch is called ragged
 
-
 _DISTURBED = 0.5
 """No kernel is this far from a straight line in its tokens; other work on the machine is."""
 
@@ -75,9 +74,15 @@ def selection_report(plan: BackendPlan, report: BenchReport | None, *, width: in
             notes.append("stopped by the time limit")
     if notes:
         parts.append(", ".join(notes))
-    if errors and max(errors) > _DISTURBED:
+    if disturbed(plan):
         parts.append("the measurements were disturbed: measure again on a quiet machine")
     return "\n".join(parts)
+
+
+def disturbed(plan: BackendPlan) -> bool:
+    """Whether the measurements contradict each other, as they do on a machine that was busy."""
+    errors = [model.error for entry in plan.entries for model in entry.models]
+    return bool(errors) and max(errors) > _DISTURBED
 
 
 def _aligned(rows: Sequence[Sequence[str]], *, right: set[int]) -> list[str]:

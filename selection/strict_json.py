@@ -1,4 +1,5 @@
-"""Reads JSON of another process: exact fields, exact types, errors that name the place."""
+"""JSON between processes: written canonically; read with exact fields and types, or refused with
+an error that names the place."""
 
 from __future__ import annotations
 
@@ -13,6 +14,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAX_BYTES = 16 << 20  # far above any real plan; a larger file is not one
+
+
+def canonical(value: object) -> bytes:
+    """Sorted keys, no spaces, ASCII: equal values have equal bytes.
+
+    Raises: PlanFormatError: it holds what JSON cannot say.
+    """
+    try:
+        text = json.dumps(
+            value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=True
+        )
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PlanFormatError(f"not a value of JSON: {error}") from error
+    return text.encode("ascii")
 
 
 def parse(data: bytes, where: str) -> dict[str, Any]:
@@ -58,6 +73,13 @@ def array(value: object, where: str) -> list[Any]:
 
 def strings(value: object, where: str) -> tuple[str, ...]:
     return tuple(string(item, where) for item in array(value, where))
+
+
+def texts(value: object, where: str) -> dict[str, str]:
+    """An object of any names, each with a string."""
+    if not isinstance(value, dict):
+        raise PlanFormatError(f"{where}: expected an object, got {type(value).__name__}")
+    return {name: string(text, f"{where}.{name}") for name, text in value.items()}
 
 
 def string(value: object, where: str) -> str:

@@ -109,6 +109,16 @@ class RuntimeConfig:
         "cost model for each step (adaptive); read only when the selection is on",
         choices=("stable", "adaptive"),
     )
+    plan_cache: bool = setting(
+        True,
+        help="keep measured plans in $XDG_CACHE_HOME/tp_runtime/plans (else ~/.cache) and use them "
+        "again on the same device, driver, versions, model shape and settings",
+    )
+    length_histogram: str | None = setting(
+        None,
+        help="file of KV lengths that were seen, one a line with its count; the selection measures "
+        "batches drawn from it as well",
+    )
     decode_backend: str | None = setting(
         None, help="the one decode attention backend to use; refused if it cannot serve the model"
     )

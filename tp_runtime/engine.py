@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from tp_runtime.group import GroupStatistics
     from tp_runtime.models.base import DecodeModel
     from tp_runtime.pages import PagePoolStatistics
+    from tp_runtime.planning import Source
     from tp_runtime.requests import RequestOutput
     from tp_runtime.root_loop import Tokenizer
     from tp_runtime.sampling import SamplingParams
@@ -148,8 +149,8 @@ class Engine:
         """Bring this rank up together with the others; returns when all are ready.
 
         Args:
-            progress: called with (stage, done, total); the stages are "load", "selection" and
-                "capture".
+            progress: called with (stage, done, total); the stages are "load", "build",
+                "selection" and "capture". A peer gets those of the selection from rank 0.
 
         Raises:
             TpRuntimeError: what went wrong, on this or on another rank, named.
@@ -343,6 +344,12 @@ class Engine:
         return self._started()[0].plan_digest
 
     @property
+    def plan_source(self) -> Source:
+        """Whether the plan was measured now or by an earlier start, or is the fixed priority. Peers
+        only know that it is from rank 0."""
+        return self._started()[0].decision.source
+
+    @property
     def capture_digest(self) -> str | None:
         """Of what was captured, or prepared where there are no graphs."""
         return None if self._captured is None else self._captured.report.digest
@@ -435,6 +442,7 @@ class Engine:
                 peer_memory=config.all_reduce != "nccl",
                 failure=lambda: channel.failure,
             )
+        channel.rehearse_with(self._decoder.rehearse)
         if self._watcher is not None:
             self._watcher.watch_group(group)
         agree_alike(

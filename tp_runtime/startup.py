@@ -6,11 +6,13 @@ rank 0's and is confirmed over the channel before any rank acts on it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +33,7 @@ from tp_runtime.selection import (
     DeviceInfo,
     agree,
     agree_alike,
+    announce,
     device_check,
 )
 from tp_runtime.sizing import Sizes, resolve_sizes
@@ -50,6 +53,9 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """(stage, done, total), on rank 0 and on peers alike."""
+
+_NEWS_S = 2.0
+"""Between two messages that tell the peers how far rank 0's selection is."""
 
 ALIKE = (
     "model", "dtype", "max_batch_size", "max_seq_len", "kv_block_size", "kernel_page_size",
@@ -137,6 +143,34 @@ def share_sizes(
     )
 
 
+class _Herald:
+    """Shows rank 0's progress, and sends it to the peers every few seconds.
+
+    They wait on the channel, not in a collective. Sending is also how rank 0 learns in the middle
+    of a measurement that a peer has died: the error ends it.
+    """
+
+    def __init__(self, channel: CpuTpBroadcaster, progress: Progress, *, timeout_s: float) -> None:
+        self._channel = channel
+        self._progress = progress
+        self._timeout_s = timeout_s
+        self._stage = ""
+        self._next_s = 0.0
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        self._progress(stage, done, total)
+        now = time.monotonic()
+        if stage != self._stage or now >= self._next_s:
+            self._stage, self._next_s = stage, now + _NEWS_S
+            announce(self._channel, stage, done, total, timeout_s=self._timeout_s)
+
+
+def _herald(
+    channel: CpuTpBroadcaster, group: TpGroup, progress: Progress, timeout_s: float
+) -> Progress:
+    return progress if group.rank else _Herald(channel, progress, timeout_s=timeout_s)
+
+
 def plan_backends(
     config: RuntimeConfig,
     channel: CpuTpBroadcaster,
@@ -144,10 +178,13 @@ def plan_backends(
     shape: DecodeShape,
     sizes: Sizes,
     progress: Progress,
+    *,
+    layers: int,
 ) -> Decision:
     """Rank 0 decides; every rank checks the plan on its own device and agrees to one.
 
     Raises:
+        BroadcastError: a rank was lost, also while rank 0 measured.
         BackendUnavailable: no backend may serve this model on these devices.
         PlanMismatch: the ranks could not agree.
     """
@@ -158,8 +195,9 @@ def plan_backends(
             shape,
             group.device,
             buckets=sizes.buckets,
-            threads=torch.get_num_threads(),
-            progress=lambda done, total: progress("selection", done, total),
+            layers=layers,
+            threads=torch.get_num_threads() if group.device.type == "cpu" else 0,
+            progress=_herald(channel, group, progress, config.join_timeout_s),
         )
     check = device_check(shape, DeviceInfo.of(group.device), eligibility=eligibility_of(config))
     plan = agree(
@@ -167,10 +205,11 @@ def plan_backends(
         None if decision is None else decision.plan,
         check=check,
         timeout_s=config.join_timeout_s,
+        progress=progress,
     )
     if decision is None:
-        return Decision(plan=plan, refusals={}, report=None)
-    return Decision(plan=plan, refusals=decision.refusals, report=decision.report)
+        return Decision(plan=plan, refusals={}, report=None, source="from rank 0")
+    return dataclasses.replace(decision, plan=plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +238,9 @@ def build_rank(
     """Cache, plan and step runner of a loaded model; all ranks call it together."""
     sizes = share_sizes(config, channel, group, model)
     shape = decode_shape(model.shape, sizes)
-    decision = plan_backends(config, channel, group, shape, sizes, progress)
+    decision = plan_backends(
+        config, channel, group, shape, sizes, progress, layers=model.shape.num_layers
+    )
     tune_sums(
         channel,
         group,
@@ -211,10 +252,10 @@ def build_rank(
         model,
         channel,
         group,
-        most_rows=max(sizes.buckets),
+        most_rows=sizes.slots,
         measured=config.enable_dynamic_decode_backend,
         timeout_s=config.join_timeout_s,
-        progress=lambda done, total: progress("products", done, total),
+        progress=_herald(channel, group, progress, config.join_timeout_s),
     )
     with torch.inference_mode():
         cache = KvCache(

@@ -345,7 +345,7 @@ class StepRunner:
             state.advance_host(batch.index)
             state.length.index_add_(0, batch.slots, torch.ones_like(batch.slots))
         for chunk in plan.chunks:
-            state.length[chunk.slot] = chunk.end
+            state.length.narrow(0, chunk.slot, 1).fill_(chunk.end)  # `[slot] =` waits on a GPU
             state.host_length[chunk.slot] = chunk.end
         return sampled
 

@@ -10,9 +10,10 @@ import logging
 from typing import TYPE_CHECKING
 
 from tp_runtime.errors import PlanFormatError, PlanMismatch
-from tp_runtime.layers.products import Product, ProductPlan, TunedModel
+from tp_runtime.layers.products import Product, ProductPlan, TunedModel, rows_needed
 from tp_runtime.ops.kernels import runs_kernels
 from tp_runtime.ops.skinny_config import SkinnyConfig, usual
+from tp_runtime.selection.agreement import news_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,7 +35,7 @@ def tune(
     most_rows: int,
     measured: bool,
     timeout_s: float,
-    progress: Callable[[int, int], None],
+    progress: Callable[[str, int, int], None],
 ) -> ProductPlan | None:
     """Choose and use; all ranks call it together. None where nothing can be chosen.
 
@@ -42,9 +43,10 @@ def tune(
         most_rows: the largest decode batch.
         measured: time the candidates instead of looking them up.
         timeout_s: for the ranks that wait for rank 0.
-        progress: called with (shapes done, shapes in all).
+        progress: called with ("products", done, in all); rank 0's also sends it to the others.
 
     Raises:
+        BroadcastError: a rank was lost, also while rank 0 measured.
         PlanMismatch: a rank has other products than rank 0.
     """
     if not isinstance(model, TunedModel) or not runs_kernels(group.device):
@@ -52,12 +54,15 @@ def tune(
     dtype = model.shape.dtype
     products = tuple(dict.fromkeys((*model.layer_products.values(), *model.other_products)))
     if group.rank == 0:
-        choose = _measured(model, dtype, group, progress) if measured else _usual(dtype)
+        choose = _usual(dtype)
+        if measured:
+            total = len(products) * len(rows_needed(most_rows))
+            choose = _measured(model, dtype, group, lambda done: progress("products", done, total))
         plan = ProductPlan.of(products, choose, most_rows=most_rows)
         log.info("products: %s", plan.to_message())
         _lead(channel, plan, timeout_s)
     else:
-        plan = _follow(channel, products, timeout_s)
+        plan = _follow(channel, products, timeout_s, progress)
     model.use_products(plan)
     return plan
 
@@ -73,7 +78,7 @@ def _measured(
     model: TunedModel,
     dtype: torch.dtype,
     group: TpGroup,
-    progress: Callable[[int, int], None],
+    progress: Callable[[int], None],
 ) -> Callable[[Product, int], SkinnyConfig | None]:
     """Time the products of a layer in a chain of the model's own layers, and the others alone."""
     from tp_runtime.ops.skinny_layer import choose_layer
@@ -90,7 +95,7 @@ def _measured(
             for name, each in layers.items():
                 of_layer[each, rows] = getattr(chosen, name)
         done += 1
-        progress(done, 0)
+        progress(done)
         if (product, rows) in of_layer:
             return of_layer[product, rows]
         shape = SkinnyShape(
@@ -111,9 +116,15 @@ def _lead(channel: CpuTpBroadcaster, plan: ProductPlan, timeout_s: float) -> Non
 
 
 def _follow(
-    channel: CpuTpBroadcaster, products: tuple[Product, ...], timeout_s: float
+    channel: CpuTpBroadcaster,
+    products: tuple[Product, ...],
+    timeout_s: float,
+    progress: Callable[[str, int, int], None],
 ) -> ProductPlan:
     message = channel.receive(timeout_s=timeout_s)
+    while (news := news_in(message)) is not None:
+        progress(*news)
+        message = channel.receive(timeout_s=timeout_s)
     problem, plan = None, None
     try:
         if not isinstance(message, dict) or message.get("kind") != "products":

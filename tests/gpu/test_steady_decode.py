@@ -84,8 +84,9 @@ def test_a_thousand_steps_wait_for_nothing_and_allocate_nothing(engine: Engine) 
     fill(engine, 6)
     before = torch.cuda.memory_stats()
     with no_waiting():
-        for _ in range(1000):
-            assert len(engine.step()) == 6
+        # an output comes with the step after the one that drew it, or with the next
+        tokens = sum(len(engine.step()) for _ in range(1000))
+    assert 6 * 998 <= tokens <= 6 * 1002
     after = torch.cuda.memory_stats()
     for name in ("num_device_alloc", "num_device_free", "allocated_bytes.all.current"):
         assert after[name] == before[name], name
@@ -95,7 +96,9 @@ def test_the_thread_that_drives_the_steps_makes_no_blocking_call(engine: Engine)
     from torch.profiler import ProfilerActivity, profile
 
     fill(engine, 6)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True
+    ) as profiler:
         for _ in range(50):
             engine.step()
     calls: dict[int, collections.Counter[str]] = collections.defaultdict(collections.Counter)

@@ -1,4 +1,4 @@
-"""The channel for long, and against a rank that means harm; see `fault_soak`, `fault_hostile`."""
+"""The channel for long, and against a rank that means harm; see `soak`, `hostile`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.ranks.fault_harness import Nursery
-from tests.ranks.fault_soak import LOST_S
+from tests.ranks.faults.harness import Nursery
+from tests.ranks.faults.soak import LOST_S
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,7 +34,7 @@ def nursery() -> Iterator[Nursery]:
 )
 def test_many_joins_leave_nothing(nursery: Nursery, size: int, count: int) -> None:
     result = nursery.run(
-        "tests.ranks.fault_soak:rounds",
+        "tests.ranks.faults.soak:rounds",
         size,
         args={"count": count, "warm_up": WARM_UP},
         limit_s=30 + 0.5 * count,
@@ -47,11 +47,34 @@ def test_many_joins_leave_nothing(nursery: Nursery, size: int, count: int) -> No
         assert last - first < MOST_GROWTH_BYTES, f"rank {rank}"
 
 
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [pytest.param(3, 30, id="3-ranks"), pytest.param(4, 200, id="4-ranks", marks=pytest.mark.long)],
+)
+def test_many_kills_leave_nothing_in_the_survivors(nursery: Nursery, size: int, count: int) -> None:
+    result = nursery.run(
+        "tests.ranks.faults.soak:kills",
+        size,
+        args={"count": count, "warm_up": WARM_UP, "seed": SEED},
+        limit_s=30 + 0.5 * count,
+    )
+    for rank, report in enumerate(result.checked()):
+        assert report["growth"] == [], f"rank {rank}"
+        assert report["threads"] == 1
+        first, last = report["memory_bytes"]
+        assert last - first < MOST_GROWTH_BYTES, f"rank {rank}"
+        lags_ms = sorted(1000 * lag_s for lag_s in report["lags_s"])
+        if rank < size - 1:
+            assert len(lags_ms) == count
+            assert lags_ms[-1] < 1000 * LOST_S
+            print(f"rank {rank} knew after {lags_ms[count // 2]:.1f} ms, at most {lags_ms[-1]:.1f}")
+
+
 @pytest.mark.long
 def test_ten_thousand_messages_of_random_size_to_seven_peers(nursery: Nursery) -> None:
     count = 10_000
     result = nursery.run(
-        "tests.ranks.fault_soak:in_order", 8, args={"count": count, "seed": SEED}, limit_s=180
+        "tests.ranks.faults.soak:in_order", 8, args={"count": count, "seed": SEED}, limit_s=180
     )
     for report in result.checked():
         assert report == {"messages": count, "large": count // 400}
@@ -64,7 +87,7 @@ def test_ten_thousand_messages_of_random_size_to_seven_peers(nursery: Nursery) -
 )
 def test_no_wake_up_is_lost(nursery: Nursery, wait: str, seconds: float) -> None:
     result = nursery.run(
-        "tests.ranks.fault_soak:wake_ups",
+        "tests.ranks.faults.soak:wake_ups",
         3 if wait == "efficient" else 2,
         args={"wait": wait, "seconds": seconds, "seed": SEED},
         limit_s=30 + 3 * seconds,
@@ -100,7 +123,7 @@ def test_a_hostile_rank_of_the_group(
     nursery: Nursery, hostile: int, size: int, checksum: bool, cases: int, seed: int
 ) -> None:
     result = nursery.run(
-        "tests.ranks.fault_hostile:in_group",
+        "tests.ranks.faults.hostile:in_group",
         size,
         args={"hostile": hostile, "cases": cases, "seed": seed, "checksum": checksum},
         limit_s=30 + 0.3 * cases,
@@ -111,7 +134,7 @@ def test_a_hostile_rank_of_the_group(
 
 
 def test_no_odd_body_comes_out_of_a_sound_frame(nursery: Nursery) -> None:
-    root, peer = nursery.run("tests.ranks.fault_hostile:odd_bodies", 2, args={}).checked()
+    root, peer = nursery.run("tests.ranks.faults.hostile:odd_bodies", 2, args={}).checked()
     print(peer["outcomes"], peer["peak_growth_bytes"] >> 10)
     assert peer["accepted"] == []
     assert root["problems"] == peer["problems"] == []
@@ -124,7 +147,7 @@ def test_a_stranger_at_the_door_does_not_disturb_the_join(
     nursery: Nursery, cases: int, seed: int
 ) -> None:
     result = nursery.run(
-        "tests.ranks.fault_hostile:at_the_door",
+        "tests.ranks.faults.hostile:at_the_door",
         2,
         args={"cases": cases, "seed": seed},
         limit_s=30 + 0.3 * cases,
@@ -135,7 +158,7 @@ def test_a_stranger_at_the_door_does_not_disturb_the_join(
 @pytest.mark.parametrize(("cases", "seed"), _counts(60, 600))
 def test_a_peer_is_safe_from_an_impostor_of_rank_0(nursery: Nursery, cases: int, seed: int) -> None:
     result = nursery.run(
-        "tests.ranks.fault_hostile:by_an_impostor",
+        "tests.ranks.faults.hostile:by_an_impostor",
         2,
         args={"cases": cases, "seed": seed},
         limit_s=30 + 0.6 * cases,

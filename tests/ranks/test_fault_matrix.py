@@ -2,7 +2,7 @@
 
 Each cell is a group of real processes with deadlines of 0.3 s. Every survivor must raise the
 right exception, which names the right rank, within its deadline and 0.5 s, or none at all where
-the fault is harmless; and no descriptor, file, thread or process may be left. See `fault_cells`
+the fault is harmless; and no descriptor, file, thread or process may be left. See `cells`
 for what is expected where.
 
     pytest tests/ranks/test_fault_matrix.py -s                     # all, with the table
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.ranks import fault_cells
-from tests.ranks.fault_cells import GRACE_S, PHASES, SIDES, SIZES, TIMEOUT_S, Cell, expected
-from tests.ranks.fault_harness import GroupResult, Nursery
+from tests.ranks.faults import cells
+from tests.ranks.faults.cells import GRACE_S, PHASES, SIDES, SIZES, TIMEOUT_S, Cell, expected
+from tests.ranks.faults.harness import GroupResult, Nursery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,26 +53,26 @@ def table() -> Iterator[None]:
         if any(cell.size == size for cell in SHOWN):
             print(f"\n\n{size} ranks: slowest survivor, ms; +: no error, as it should be")
             _print_table(size)
-    print("\nImpossible:\n- " + "\n- ".join(fault_cells.impossible_rows()))
+    print("\nImpossible:\n- " + "\n- ".join(cells.impossible_rows()))
 
 
 def _print_table(size: int) -> None:
     columns = [(phase, side) for phase in PHASES for side in SIDES]
     print(f"{'':15}" + "".join(f"{phase:>18}" for phase in PHASES))
     print(f"{'':15}" + "".join(f"{side:>9}" for _, side in columns))
-    for fault in fault_cells.FAULTS:
+    for fault in cells.FAULTS:
         row = f"{fault:15}"
         for phase, side in columns:
             cell = Cell(fault=fault, phase=phase, side=side, size=size)
-            shown = "-" if fault_cells.impossible(cell) else SHOWN.get(cell, ".")
+            shown = "-" if cells.impossible(cell) else SHOWN.get(cell, ".")
             row += f"{shown:>9}"
         print(row)
 
 
 def _parameters() -> list[Any]:
     return [
-        pytest.param(cell, id=cell.id, marks=() if fault_cells.is_short(cell) else pytest.mark.long)
-        for cell in fault_cells.all_cells()
+        pytest.param(cell, id=cell.id, marks=() if cells.is_short(cell) else pytest.mark.long)
+        for cell in cells.all_cells()
     ]
 
 
@@ -83,7 +83,7 @@ def test_fault(nursery: Nursery, cell: Cell) -> None:
         pytest.skip(f"{cell.id}: only root can start a process of another user")
     SHOWN[cell] = "FAILED"
     result = nursery.run(
-        "tests.ranks.fault_play:run_cell",
+        "tests.ranks.faults.play:run_cell",
         cell.size,
         args=asdict(cell),
         limit_s=LIMIT_S,
@@ -197,10 +197,10 @@ def _problems_of_victim(cell: Cell, result: GroupResult) -> Iterator[str]:
 
 
 def test_every_combination_is_tested_or_has_a_reason() -> None:
-    combinations = fault_cells.all_combinations()
+    combinations = cells.all_combinations()
     assert len(combinations) == len(set(combinations)) == 15 * 6 * 2 * 3
-    without = [cell for cell in combinations if fault_cells.impossible(cell) is not None]
-    assert len(without) + len(fault_cells.all_cells()) == len(combinations)
-    assert all(fault_cells.impossible(cell) for cell in without)
-    for fault in fault_cells.FAULTS:
-        assert any(cell.fault == fault and fault_cells.is_short(cell) for cell in combinations)
+    without = [cell for cell in combinations if cells.impossible(cell) is not None]
+    assert len(without) + len(cells.all_cells()) == len(combinations)
+    assert all(cells.impossible(cell) for cell in without)
+    for fault in cells.FAULTS:
+        assert any(cell.fault == fault and cells.is_short(cell) for cell in combinations)

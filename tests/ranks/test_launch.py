@@ -116,8 +116,12 @@ def test_doctor_tells_everything_as_json() -> None:
 
 @pytest.mark.long
 def test_select_saves_a_plan_that_can_be_shown_verified_and_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # other tests on this machine may disturb it, which is not what this is about
+    monkeypatch.setattr("tp_runtime.planning.disturbed", lambda plan: False)
+
     def call(*words: str) -> tuple[int, str, str]:
         status = main(words)  # in this process: importing torch for each verb takes seconds
         return status, *capsys.readouterr()
@@ -131,7 +135,18 @@ def test_select_saves_a_plan_that_can_be_shown_verified_and_compared(
     assert status == 0
     assert "cpu_rowwise" in out
     assert "disabled by the configuration" in out
+    assert "measured, decided in" in out
+    again = ["--disable-decode-backend", "cpu_rowwise"]
+    assert "cached, decided in" in call("select", *shape, *again)[1]
+    assert "measured, decided in" in call("select", *shape, *again, "--no-plan-cache")[1]
     assert call("plan", "verify", plan)[1].startswith("ok ")
+    assert call("plan", "verify", plan, *shape)[0] == 0
+    status, out, _ = call("plan", "verify", plan, *shape, "--kv-block-size", "32")
+    assert status == 1
+    assert "shape.page_size: expected 32 here, got 64" in out
+    status, out, _ = call("plan", "verify", plan, *shape, "--disable-decode-backend", "cpu_grouped")
+    assert "cpu_grouped: disabled by the configuration" in out
+    assert "microseconds of one layer, as fitted:" in call("plan", "show", plan)[1]
     shown = json.loads(call("plan", "show", plan, "--json")[1])
     assert "cpu_rowwise" not in shown["priority"]
     assert call("select", *shape, "--decode-backend", "cpu_rowwise", "--save", other)[0] == 0

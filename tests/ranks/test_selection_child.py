@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tp_runtime.errors import SelectionError
+from tp_runtime.errors import PeerLost, SelectionError
 from tp_runtime.selection import BenchRequest, DecodeShape, measure_in_child
 from tp_runtime.selection.bench import cells_of
 from tp_runtime.selection.registry import FACTORIES
@@ -39,15 +39,22 @@ def request_with(extra: dict[str, str], **changes: object) -> BenchRequest:
 
 def test_hang_crash_and_exit_are_refused_by_name() -> None:
     request = request_with({"hangs": "Hangs", "crashes": "Crashes", "exits": "Exits"})
-    seen: list[tuple[int, int]] = []
-    report = measure_in_child(request, TIMEOUT_S, progress=lambda done, of: seen.append((done, of)))
+    seen: list[tuple[str, int, int]] = []
+
+    def progress(stage: str, done: int, of: int) -> None:
+        seen.append((stage, done, of))
+
+    report = measure_in_child(request, TIMEOUT_S, progress=progress)
     assert "gave no sign" in report.refusals["hangs"]
     assert "SIGSEGV" in report.refusals["crashes"]
     assert "code 7" in report.refusals["exits"]
     assert set(report.refusals) == {"hangs", "crashes", "exits"}
     assert report.complete
     cells = cells_of(request)
-    assert seen == [(i + 1, len(cells)) for i in range(len(cells))]
+    # told again while nothing new happens
+    told = list(dict.fromkeys(seen))
+    assert told[-len(cells) :] == [("selection", i + 1, len(cells)) for i in range(len(cells))]
+    assert set(told) <= {("selection", i, len(cells)) for i in range(len(cells) + 1)}
     names = {"cpu_grouped", "cpu_rowwise", "cpu_padded"}
     found = {(s.backend, s.bucket, s.total_kv, s.max_kv) for s in report.samples}
     assert len(found) == len(report.samples)  # a cell begun twice is reported once
@@ -63,6 +70,20 @@ def test_when_every_backend_fails_nothing_was_measured() -> None:
     report = measure_in_child(request, TIMEOUT_S)
     assert report.samples == ()
     assert list(report.refusals) == ["crashes"]
+
+
+def test_what_progress_raises_ends_the_measuring_while_nothing_happens() -> None:
+    request = request_with({"hangs": "Hangs"}, time_limit_s=600.0, candidates=("hangs",))
+    calls = 0
+
+    def progress(stage: str, done: int, of: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 3:
+            raise PeerLost("rank 1 is gone", rank=1, reason="killed")
+
+    with pytest.raises(PeerLost, match="rank 1 is gone"):
+        measure_in_child(request, TIMEOUT_S, progress=progress)
 
 
 @pytest.mark.long

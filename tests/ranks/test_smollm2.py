@@ -43,6 +43,7 @@ def decode(configurations: list[list[bool]], singles: int) -> dict[str, Any]:
                 max_seq_len=256,
                 async_decode=asynchronous,
                 enable_dynamic_decode_backend=dynamic,
+                plan_cache=False,
                 decode_buckets=(1, 16),
                 prefill_chunk_tokens=200,
             )

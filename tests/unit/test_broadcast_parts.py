@@ -153,6 +153,21 @@ def test_cadence_takes_up_a_new_one_at_its_second_interval() -> None:
     assert seen(cadence, now_s) == pytest.approx(0.0101)
 
 
+def test_a_timer_that_is_late_by_always_the_same_needs_no_more_than_that() -> None:
+    def margin_s(lates_s: list[float]) -> float:
+        pace = Pace("balanced", may_spin=True)
+        for step in range(100):
+            pace.observe(sent_s=1 + step * 0.01, interval_s=0.01)
+            pace.woke(late_s=lates_s[step % len(lates_s)])
+        return 2.0 - pace.plan(1.995)[0]
+
+    steady, varying = margin_s([200e-6]), margin_s([50e-6, 350e-6])
+    assert 200e-6 < steady < 300e-6
+    assert 400e-6 < varying < 700e-6
+    # a sleep that a message ended says nothing about the timer
+    assert margin_s([-0.005]) == margin_s([-0.001])
+
+
 def test_one_pause_of_the_sender_widens_the_margin_only_a_little() -> None:
     pace, sent_s = Pace("balanced", may_spin=True), 1.0
     for _ in range(30):

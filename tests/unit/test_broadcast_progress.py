@@ -72,11 +72,11 @@ def test_what_one_rank_notes_the_other_sees() -> None:
     page = make_page(3)
     root, peer = Progress(page, world_size=3), Progress(page, world_size=3)
     os.close(page)
-    peer.note(2, 2**40)
+    peer.words[2] = 2**40
     assert [root.seen(rank) for rank in range(3)] == [0, 0, 2**40]
     root.close()
     root.close()
-    peer.note(2, 7)
+    peer.words[2] = 7
     assert root.seen(2) == 2**40
     peer.close()
 

@@ -42,8 +42,6 @@ class FakeChoice:
 
 
 class FakePlan:
-    measured = True
-
     def choose(self, *, batch_size: int, total_kv: int, max_kv: int) -> FakeChoice:
         return FakeChoice(f"backend-for-{batch_size}-{total_kv}-{max_kv}")
 
@@ -53,6 +51,7 @@ class FakeEngine:
 
     plan = FakePlan()
     plan_digest: str | None = "aa" * 16
+    plan_source: str = "cached"
     capture_digest: str | None = "bb" * 16
 
     def __init__(self, config: RuntimeConfig, *, tokenizer: Letters | None, limit: int) -> None:
@@ -177,7 +176,7 @@ def test_one_prompt_streams_and_then_a_summary(
         ["0", "aa" * 8, "bb" * 8],
         ["1", "aa" * 8, "bb" * 8],
     ]
-    assert lines[3] == ["backend", "backend-for-1-10-10", "(measured)"]
+    assert lines[3] == ["backend", "backend-for-1-10-10", "(cached)"]
     assert lines[4][:2] == ["tokens", "5"]
     assert err == ""
     assert run.engine is not None

@@ -38,10 +38,10 @@ DECODE_FLAGS = """
 --decode-backend --decode-buckets --device --disable-decode-backend --dtype
 --enable-dynamic-decode-backend --help --ignore-eos --join-timeout-s --json
 --kernel-page-size --kv-block-size --kv-cache-tokens
---log-level --max-batch-size --max-seq-len --max-tokens --min-p --model --no-async-decode
---no-enable-dynamic-decode-backend --prefill-chunk-tokens --prompt --prompts-file --quiet --raw
---seed --selection-mode --stop --temperature --tensor-parallel-size --top-k --top-p --tp-size
---verbose-ranks
+--length-histogram --log-level --max-batch-size --max-seq-len --max-tokens --min-p --model
+--no-async-decode --no-enable-dynamic-decode-backend --no-plan-cache --plan-cache
+--prefill-chunk-tokens --prompt --prompts-file --quiet --raw --seed --selection-mode --stop
+--temperature --tensor-parallel-size --top-k --top-p --tp-size --verbose-ranks
 """
 
 

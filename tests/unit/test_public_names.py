@@ -22,8 +22,8 @@ NAMES = {
     "tp_runtime.selection": """
         BackendPlan BackendSet BenchReport BenchRequest BucketPlan Choice DecodeBackend
         DecodeShape DecodeStep DeviceInfo Eligibility PRIORITY PRIORITY_VERSION PagedKV Sample
-        agree agree_alike agree_capture available_backends device_check measure measure_in_child
-        prepare_decode_backend select select_stable
+        agree agree_alike agree_capture announce available_backends device_check measure
+        measure_in_child prepare_decode_backend select select_stable
     """,
     "tp_runtime.testing": "RankExit RanksFailed run_ranks",
 }

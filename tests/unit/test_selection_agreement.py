@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tp_runtime.errors import BackendUnavailable, PlanMismatch, ProtocolError, TpRuntimeError
-from tp_runtime.selection.agreement import agree, agree_capture, device_check
+from tp_runtime.selection.agreement import agree, agree_capture, announce, device_check
 from tp_runtime.selection.base import DecodeShape, DeviceInfo
 from tp_runtime.selection.plan import BackendPlan
 from tp_runtime.selection.registry import Eligibility
@@ -60,6 +60,10 @@ class FakeChannel:
         for box in self.decisions:
             box.put(not refusals)
         return FakeReceipt(committed=not refusals, refusals=refusals)
+
+    def publish(self, message: Any, /, *, timeout_s: float | None = None) -> None:
+        for box in self.messages:
+            box.put(message)
 
     def receive(self, *, timeout_s: float | None = None) -> Any:
         raise AssertionError("rank 0 does not receive")
@@ -129,6 +133,31 @@ def test_all_ranks_take_the_plan() -> None:
     results, hub = together(rank(plan), rank(None), rank(None))
     assert results == [plan] * 3
     assert len(hub.confirmed) == 1
+
+
+def test_peers_hear_how_far_rank_0_is() -> None:
+    plan = plan_of()
+    heard: list[tuple[str, int, int]] = []
+    check = device_check(SHAPE, CPU)
+
+    def root(channel: Any) -> BackendPlan:
+        announce(channel, "build", 1, 4)
+        announce(channel, "selection", 20, 90)
+        return agree(channel, plan, check=check)
+
+    def listening(channel: Any) -> BackendPlan:
+        return agree(channel, None, check=check, progress=lambda *news: heard.append(news))
+
+    results, _ = together(root, listening, rank(None))
+    assert results == [plan] * 3
+    assert heard == [("build", 1, 4), ("selection", 20, 90)]
+
+
+def test_news_that_is_none_is_a_protocol_error() -> None:
+    hub = FakeChannel(peers=1)
+    hub.publish({"kind": "progress", "progress": {"stage": "build", "done": "all"}})
+    with pytest.raises(ProtocolError, match="expected a stage and two counts"):
+        rank(None)(FakePeer(hub, 1))
 
 
 def test_a_refused_backend_is_dropped_on_all_ranks_together() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,28 @@ def test_corrected_models_left_out(mixed: list[RegretCell], columns: Columns) ->
     assert ragged.mean <= 1.025
     assert ragged.p95 <= 1.13
     assert ragged.maximum <= 1.20
+
+
+@pytest.mark.parametrize("original", BACKENDS)
+def test_neither_a_slower_copy_nor_the_order_of_samples_changes_a_choice(
+    original: str, mixed: list[RegretCell]
+) -> None:
+    samples = [s for cell in mixed for s in cell.samples()]
+    plan = select(samples, priority=BACKENDS)
+    slower = [
+        replace(s, backend="copy", median_us=1.02 * s.median_us)
+        for s in samples
+        if s.backend == original
+    ]
+    shuffled = [*slower, *reversed(samples), *samples[::3]]
+    other = select(shuffled, priority=(*BACKENDS, "copy"))
+    for cell in mixed:
+        batch = (cell.batch_size, sum(cell.kv_lens), max(cell.kv_lens))
+        size, total_kv, max_kv = batch
+        choices = [
+            p.choose(batch_size=size, total_kv=total_kv, max_kv=max_kv) for p in (plan, other)
+        ]
+        assert choices[0] == choices[1], batch
 
 
 def test_other_head_shapes_stay_near_their_best() -> None:

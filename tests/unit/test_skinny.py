@@ -61,7 +61,7 @@ def test_what_no_kernel_takes(changes: dict[str, object], reason: str) -> None:
 @pytest.mark.parametrize("rows", [1, 2, 16, 17, 32, 64])
 def test_candidates_are_distinct_and_may_run(op: SkinnyOp, rows: int) -> None:
     listed = candidates(op, rows=rows, n=4096, k=4096)
-    assert len(listed) == len(set(listed)) >= 2
+    assert len(listed) == len(set(listed)) >= 1
     for config in listed:
         assert config.kernel == ("fma" if rows == 1 else "dot")
         assert refusal(op, rows=rows, n=4096, k=4096, dtype=torch.float16, config=config) is None

@@ -79,7 +79,7 @@ class ProductPlan:
         most_rows: int,
     ) -> Self:
         """Ask `choose(product, rows)` for each number of rows that a batch may need."""
-        needed = ROWS[: bisect_left(ROWS, min(most_rows, MOST_ROWS)) + 1]
+        needed = rows_needed(most_rows)
         return cls(choices={p: tuple(choose(p, rows) for rows in needed) for p in products})
 
     def configs(self, product: Product) -> Configs:
@@ -122,6 +122,11 @@ class ProductPlan:
         except (TypeError, KeyError, ValueError) as error:
             raise PlanFormatError(f"expected a plan of products, got {error!r}") from error
         return cls(choices=choices)
+
+
+def rows_needed(most_rows: int) -> tuple[int, ...]:
+    """Those of `ROWS` that batches of up to `most_rows` take."""
+    return ROWS[: bisect_left(ROWS, min(most_rows, MOST_ROWS)) + 1]
 
 
 def config_for(configs: Configs, rows: int) -> SkinnyConfig | None:

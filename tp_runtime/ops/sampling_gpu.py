@@ -81,7 +81,7 @@ def filtered(
     position: Tensor,
 ) -> Tensor:
     """See `tp_runtime.ops.sampling.filtered`; logits in any float dtype."""
-    from tp_runtime.ops.filter_kernel import kept_keys_kernel, ties_kernel
+    from tp_runtime.ops.kept_kernel import kept_keys_kernel, ties_kernel
 
     rows, vocab = logits.shape
     if rows == 0:
@@ -110,14 +110,15 @@ def find_cut(
     """Where top-k and top-p end: (int64 [rows] best keys, int64 [rows, 16] states).
 
     Column 6 of a state is the key at the cut, rising as logits fall, and column 7 how many ids
-    with that key are kept, lowest first, -1 for all; see `filter_kernel`.
+    with that key are kept, lowest first, -1 for all; see `filter_keys`.
     """
     from tp_runtime.ops import filter_kernel as kernels
+    from tp_runtime.ops.filter_keys import HIST_WIDTH, STATE_WIDTH
 
     rows, vocab = logits.shape
     parts, steps = _split(logits)
-    hist = torch.zeros((rows, kernels.HIST), dtype=torch.int64, device=logits.device)
-    state = torch.empty((rows, kernels.STATE), dtype=torch.int64, device=logits.device)
+    hist = torch.zeros((rows, HIST_WIDTH), dtype=torch.int64, device=logits.device)
+    state = torch.empty((rows, STATE_WIDTH), dtype=torch.int64, device=logits.device)
     best = torch.empty(rows, dtype=torch.int64, device=logits.device)
     params = (best, temperature, top_k, top_p, state, hist)
     grid, stride, common = (parts, rows), logits.stride(0), _common(logits.device)

@@ -176,7 +176,6 @@ def _run(
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "STAGES": config.stages,
-        "PREFETCH": config.prefetch_columns(k),
         "PDL": config.dependent_launch,
         "num_warps": config.warps,
         "launch_pdl": config.dependent_launch,
@@ -185,9 +184,7 @@ def _run(
     bias = weight if bias is None else bias
     residual = weight if residual is None else residual
     if config.kernel == "fma":
-        programs = tiles
-        if config.per_sm:
-            programs = min(tiles, config.per_sm * _multiprocessors(x.device))
+        programs = min(tiles, config.per_sm * _multiprocessors(x.device))
         given = weight if norm_weight is None else norm_weight
         kernels.fma[(programs,)](
             x, weight, out, given, bias, residual, eps, n, k, tiles,

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 MOST_ROWS: Final = 64
 _DTYPES: Final = (torch.float16, torch.bfloat16)
 _K_MULTIPLE: Final = 16  # loads of 16 bytes, and one step of the tensor cores
-_PREFETCH_CHUNK: Final = 128  # columns, 256 bytes
 _SHARED_BYTES: Final = 227 << 10  # of a multiprocessor of Hopper; less there is refused at launch
 
 
@@ -43,8 +42,7 @@ class SkinnyConfig:
         warps: per program.
         stages: tiles of weights in shared memory, being loaded or used; 1: straight to registers.
         split: parts of k, each with a program of its own ("dot").
-        per_sm: programs per multiprocessor, taking tiles in turn; 0: a program per tile ("fma").
-        prefetch: columns of a program's first tile asked for before the kernel before has ended.
+        per_sm: programs per multiprocessor, which take tiles in turn ("fma").
         dependent_launch: start before the kernel before has ended (compute capability 9.0).
     """
 
@@ -54,16 +52,8 @@ class SkinnyConfig:
     warps: int = 4
     stages: int = 4
     split: int = 1
-    per_sm: int = 0
-    prefetch: int = 0
+    per_sm: int = 1
     dependent_launch: bool = True
-
-    def prefetch_columns(self, k: int) -> int:
-        """Columns to prefetch of a matrix with k: a power of two, or 0."""
-        columns = min(self.prefetch, k)
-        if columns < _PREFETCH_CHUNK or not self.dependent_launch:
-            return 0
-        return 1 << (columns.bit_length() - 1)
 
     @staticmethod
     def block_m(rows: int) -> int:
@@ -129,11 +119,9 @@ _ONE_ROW: Final = (
     {"block_n": 8, "block_k": 1024, "stages": 3, "per_sm": 2},
     {"block_n": 8, "block_k": 512, "stages": 5, "per_sm": 2},
     {"block_n": 4, "block_k": 512, "stages": 5, "per_sm": 2},
-    {"block_n": 4, "block_k": 1024, "stages": 5, "per_sm": 2},
 )
 _MORE_ROWS: Final = (
     {"block_n": 32, "block_k": 256, "stages": 6},
-    {"block_n": 32, "block_k": 256, "stages": 3},
     {"block_n": 64, "block_k": 128, "stages": 6},
     {"block_n": 64, "block_k": 128, "stages": 4},
     {"block_n": 64, "block_k": 256, "stages": 4},

@@ -2,14 +2,15 @@
 
 A decode step multiplies few rows by large matrices: the time is that of reading each weight once.
 Two kernels do it. `fma` is for one row, multiplies and adds in float32, and has the norm of its row
-built in. `dot` is for 2 to 64 rows, on tensor cores, its weights in shared memory several tiles
-ahead. Both add up in an order that depends on their configuration alone.
+built in. `dot` is for 2 to 64 rows, on tensor cores. Both load weights into shared memory several
+tiles ahead, and add up in an order that depends on their configuration alone.
 
-Each weight is prefetched into L2 before the kernel waits for the one before it (programmatic
-dependent launch: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"),
-so that the memory is busy while that kernel ends. Weights, norm weights and biases are therefore
-read early and must not be written by the kernel before. Every program waits, so that "the kernel
-before is done" holds for the kernels before that one too.
+A kernel starts while the one before it still runs, and waits before it reads what that one wrote
+(programmatic dependent launch: CUDA C++ Programming Guide, "Programmatic Dependent Launch and
+Synchronization"), which hides the launch. Every program waits, so that "the kernel before is done"
+holds for the kernels before that one too. What that one wrote is read past L1, which may hold what
+an earlier kernel found there. Measured on an H200 as well, without a gain: asking L2 for weights
+before the wait, starting dependents later, `dot` with tiles in turn, the norm inside `dot`.
 """
 
 # The kernel language is not Python: its arguments have no Python types.
@@ -21,21 +22,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-
-@triton.jit
-def _prefetch(w_ptr, row_offsets, begin, K, COLUMNS: tl.constexpr):
-    """Ask L2 for [rows, COLUMNS] of the matrix, from column `begin` on; K >= 128."""
-    columns = tl.minimum(begin + tl.arange(0, COLUMNS // 128) * 128, K - 128)
-    address = (w_ptr + row_offsets[:, None] + columns[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;",
-        "=r,l",
-        [address],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -78,7 +64,6 @@ def fma(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One row: y[N] = norm(x)[K] @ w.T, w [N, K]; or silu(first half) * second half, w [2 N, K].
@@ -91,11 +76,6 @@ def fma(
     index = tl.arange(0, BLOCK_N)
     if PDL:
         gdc_launch_dependents()
-        if PREFETCH > 0:
-            first = tl.minimum(program * BLOCK_N + index, N - 1).to(tl.int64) * K
-            _prefetch(w_ptr, first, 0, K, PREFETCH)
-            if GATED:
-                _prefetch(w_ptr, first + _half(N, K), 0, K, PREFETCH)
         gdc_wait()
     k_index = tl.arange(0, BLOCK_K)
     steps = (K + BLOCK_K - 1) // BLOCK_K
@@ -132,7 +112,8 @@ def fma(
             if BIAS:
                 y += tl.load(bias_ptr + n, mask=valid, other=0.0).to(tl.float32)
             if RESIDUAL:
-                y += tl.load(residual_ptr + n, mask=valid, other=0.0).to(tl.float32)
+                residual = tl.load(residual_ptr + n, mask=valid, other=0.0, cache_modifier=".cg")
+                y += residual.to(tl.float32)
             tl.store(y_ptr + n, y.to(y_ptr.dtype.element_ty), mask=valid)
             acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
             square = tl.zeros([1, BLOCK_K], tl.float32)
@@ -145,6 +126,36 @@ def _parts_sum(part_ptr, offsets, stride, SPLIT: tl.constexpr):
     for part in tl.static_range(1, SPLIT):
         total += tl.load(part_ptr + part * stride + offsets, cache_modifier=".cg")
     return total
+
+
+@triton.jit
+def _store_tile(
+    acc,
+    acc_up,
+    y_ptr,
+    bias_ptr,
+    residual_ptr,
+    m_index,
+    n_index,
+    M,
+    N,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SWAP: tl.constexpr,
+):
+    """Write a tile of y; acc and acc_up are [rows, columns], or the reverse with SWAP."""
+    y = tl.trans(acc) if SWAP else acc
+    if GATED:
+        y = _silu(y) * (tl.trans(acc_up) if SWAP else acc_up)
+    valid = (m_index < M)[:, None] & (n_index < N)[None, :]
+    at = m_index[:, None] * N + n_index[None, :]
+    if BIAS:
+        y += tl.load(bias_ptr + n_index, mask=n_index < N, other=0.0).to(tl.float32)[None, :]
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + at, mask=valid, other=0.0, cache_modifier=".cg")
+        y += residual.to(tl.float32)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -168,7 +179,6 @@ def dot(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """y[M, N] = x[M, K] @ w.T, w [N, K]; or silu(first half) * second half, w [2 N, K].
@@ -183,7 +193,8 @@ def dot(
     program = tl.program_id(0)
     tile = program // SPLIT
     split = program % SPLIT
-    n_index = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_block = tl.arange(0, BLOCK_N)
+    n_index = tile * BLOCK_N + n_block
     steps = (K + BLOCK_K - 1) // BLOCK_K
     per_part = (steps + SPLIT - 1) // SPLIT
     begin = split * per_part
@@ -191,10 +202,6 @@ def dot(
     rows = tl.minimum(n_index, N - 1).to(tl.int64) * K
     if PDL:
         gdc_launch_dependents()
-        if PREFETCH > 0:
-            _prefetch(w_ptr, rows, begin * BLOCK_K, K, PREFETCH)
-            if GATED:
-                _prefetch(w_ptr, rows + _half(N, K), begin * BLOCK_K, K, PREFETCH)
         gdc_wait()
     m_index = tl.arange(0, BLOCK_M)
     k_index = tl.arange(0, BLOCK_K)
@@ -222,9 +229,9 @@ def dot(
         size: tl.constexpr = BLOCK_M * BLOCK_N
         stride: tl.constexpr = 2 * size if GATED else size
         if SWAP:
-            offsets = tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m_index[None, :]
+            offsets = n_block[:, None] * BLOCK_M + m_index[None, :]
         else:
-            offsets = m_index[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            offsets = m_index[:, None] * BLOCK_N + n_block[None, :]
         own = part_ptr + program.to(tl.int64) * stride
         tl.store(own + offsets, acc)
         if GATED:
@@ -238,17 +245,21 @@ def dot(
                 acc_up = _parts_sum(parts + size, offsets, stride, SPLIT)
             tl.store(count_ptr + tile, 0)  # for the next launch
     if last:
-        y = tl.trans(acc) if SWAP else acc
-        up = tl.trans(acc_up) if SWAP else acc_up
-        valid = (m_index < M)[:, None] & (n_index < N)[None, :]
-        at = m_index[:, None] * N + n_index[None, :]
-        if GATED:
-            y = _silu(y) * up
-        if BIAS:
-            y += tl.load(bias_ptr + n_index, mask=n_index < N, other=0.0).to(tl.float32)[None, :]
-        if RESIDUAL:
-            y += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
-        tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=valid)
+        _store_tile(
+            acc,
+            acc_up,
+            y_ptr,
+            bias_ptr,
+            residual_ptr,
+            m_index,
+            n_index,
+            M,
+            N,
+            GATED,
+            BIAS,
+            RESIDUAL,
+            SWAP,
+        )
 
 
 @triton.jit
@@ -262,7 +273,7 @@ def rms_norm_rows(x_ptr, weight_ptr, y_ptr, eps, K, BLOCK_K: tl.constexpr, PDL: 
     if PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64) * K
-    x = tl.load(x_ptr + row + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row + columns, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x) / K + eps)
     # rounded before the weight, as the reference implementations do
     normed = (x * scale).to(y_ptr.dtype.element_ty).to(tl.float32)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_KEPT = 4  # candidates of a product that are measured in the chain
+_KEPT = 5  # candidates of a product that are measured in the chain
 _PASSES = 2
 _EPS = 1e-5
 _MARGIN = 0.002  # by which a chain must be faster for a change of its configurations

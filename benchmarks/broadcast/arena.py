@@ -23,7 +23,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from broadcast_cells import (
+from contenders import (
+    GIVE_UP_S,
+    Contender,
+    Group,
+    Ours,
+    OursAwake,
+    Stamps,
+    connect,
+    now_ns,
+)
+from measuring import (
     FEW_SHARE,
     FEW_TICKS_S,
     Cell,
@@ -34,17 +44,7 @@ from broadcast_cells import (
     cells,
     machine_busy_s,
 )
-from broadcast_contenders import (
-    GIVE_UP_S,
-    Contender,
-    Group,
-    Ours,
-    OursAwake,
-    Stamps,
-    connect,
-    now_ns,
-)
-from broadcast_rivals import Sources, make_rivals
+from rivals import Sources, make_rivals
 
 from tp_runtime.ranks import RankInfo
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tp_runtime.broadcast.codec import encode
 from tp_runtime.broadcast.sockets import MAX_DESCRIPTORS, write_memfd
-from tp_runtime.broadcast.wire import MEMFD_MARK, Flag, Kind, pack_frame
+from tp_runtime.broadcast.wire import MEMFD_MARK, OFFSET, Flag, Kind, pack_frame
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,7 +118,7 @@ class Fuzzer:
         if not self._checksum:  # with one, a body is what its sender meant, however odd
             makers.append(self._hostile_body)
         if not self._to_root:
-            makers += [self._memfd, self._memfd]
+            makers += [self._memfd, self._memfd, self._region, self._region]
         return self.source.choice(makers)()
 
     # valid frames ----------------------------------------------------------------------------
@@ -247,8 +247,33 @@ class Fuzzer:
         elif choice == 7:
             # the mark alone, and twice
             return Shot(on="data", packets=[mark, mark], descriptors=[descriptors])
-        frame = self._frame(Kind.MESSAGE, memfd_bytes=length)
+        frame = self._frame(Kind.MESSAGE, outside=Flag.MEMFD, outside_bytes=length)
         return Shot(on="data", packets=[frame, mark], descriptors=[[], descriptors])
+
+    def _region(self) -> Shot:
+        """A region that is not what its frame says, or one that was never passed."""
+        body, choose = encode(LARGE_MESSAGE), self.source.choice
+        offset, word, length = choose([0, 64, 4096]), 1, len(body)
+        said, flags = offset, Flag.REGION | Flag.MEMFD
+        choice = self.source.randrange(6)
+        if choice == 0:
+            said = choose([8, 1 << 20, 1 << 40, (1 << 64) - 64])
+        elif choice == 1:
+            word = choose([0, 2, (1 << 64) - 1])
+        elif choice == 2:
+            length = choose([0, 1, length - 1, length + 1, (1 << 32) - 1])
+        elif choice == 3:
+            flags = Flag.REGION
+        content = bytes(offset) + struct.pack("<Q", word) + bytes(56) + body
+        descriptors = [write_memfd([content])]
+        if choice == 4:
+            size = choose([1, len(content), 1 << 24, 1 << 40])
+            descriptors = [*_closed(descriptors), _sparse(size)]
+        elif choice == 5:
+            descriptors = [*_closed(descriptors), *self.descriptors(1)]
+        packed = OFFSET.pack(said)
+        frame = self._frame(Kind.MESSAGE, packed, outside=flags, outside_bytes=length)
+        return Shot(on="data", packets=[frame, MEMFD_MARK], descriptors=[[], descriptors])
 
     def descriptors(self, count: int) -> list[int]:
         """Descriptors of all kinds."""

@@ -9,9 +9,9 @@ import subprocess
 import time
 from typing import TYPE_CHECKING, NoReturn
 
-from tests.ranks.fault_board import sockets_of, state_letter
-from tests.ranks.fault_cells import EPOCH, LONG_S, TIMEOUT_S
-from tests.ranks.fault_strike import (
+from tests.ranks.faults.board import sockets_of, state_letter
+from tests.ranks.faults.cells import EPOCH, LONG_S, TIMEOUT_S
+from tests.ranks.faults.strike import (
     Sockets,
     fork_and,
     freeze_and,
@@ -26,7 +26,7 @@ from tp_runtime.broadcast.wire import Kind, pack_frame
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.ranks.fault_play import Play
+    from tests.ranks.faults.play import Play
 
 # Well below the deadline, well above anything that is noticed by chance.
 SLOW_S = 0.12

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
 from typing import TYPE_CHECKING, Any
 
-from broadcast_payloads import LARGE, PLAN, RAW, Payload
+from payloads import LARGE, PLAN, RAW, Payload
 
 from tp_runtime.broadcast import BroadcasterConfig, CpuTpBroadcaster
 from tp_runtime.step_message import StepDecoder, StepEncoder
@@ -197,6 +197,7 @@ class Ours(Contender):
     def receive_many(self, payload: str, first: int, count: int, arrived: memoryview) -> int:
         if first == 0:
             self._decoder = StepDecoder()  # every segment is a run of steps of its own
+            self.channel.rehearse_with(self._decoder.rehearse)
         return super().receive_many(payload, first, count, arrived)
 
     def receiver(self, payload: str) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""The side of pytest of `fault_nursery`: ask for a group of ranks, get what each reported."""
+"""The side of pytest of `nursery`: ask for a group of ranks, get what each reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-_REPOSITORY = Path(__file__).parents[2]
+_REPOSITORY = Path(__file__).parents[3]
 # Beyond the limit of the group: its stacks, the last words, the end of all its processes.
 _GRACE_S = 15.0
 
@@ -120,7 +120,7 @@ class Nursery:
         # One thread: no pool of OpenBLAS.
         env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks.fault_nursery", str(os.getpid())],
+            [sys.executable, "-m", "tests.ranks.faults.nursery", str(os.getpid())],
             cwd=_REPOSITORY,
             env=env,
             stdin=subprocess.PIPE,

@@ -11,7 +11,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from tests.ranks.fault_board import (
+from tests.ranks.faults.board import (
     descriptors,
     failed,
     leaked,
@@ -19,7 +19,7 @@ from tests.ranks.fault_board import (
     now,
     peak_memory_bytes,
 )
-from tests.ranks.fault_fuzz import (
+from tests.ranks.faults.fuzz import (
     EPOCH,
     GOLDEN_MESSAGES,
     LARGE_MESSAGE,
@@ -28,7 +28,7 @@ from tests.ranks.fault_fuzz import (
     Fuzzer,
     hostile_bodies,
 )
-from tests.ranks.fault_strike import connected, own_sockets
+from tests.ranks.faults.strike import connected, own_sockets
 from tp_runtime.broadcast import (
     BroadcasterConfig,
     BroadcastError,
@@ -43,7 +43,7 @@ from tp_runtime.broadcast.rendezvous import Listener
 from tp_runtime.broadcast.wire import Kind, pack_frame
 
 if TYPE_CHECKING:
-    from tests.ranks.fault_board import Me
+    from tests.ranks.faults.board import Me
 
 TIMEOUT_S = 0.3
 # A victim that shows nothing by then is left alone, and sees its hostile rank go.

@@ -7,9 +7,9 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from tests.ranks.fault_board import failed, now
-from tests.ranks.fault_cells import EPOCH, GRACE_S, LONG_S, TIMEOUT_S
-from tests.ranks.fault_strike import after_send, inside
+from tests.ranks.faults.board import failed, now
+from tests.ranks.faults.cells import EPOCH, GRACE_S, LONG_S, TIMEOUT_S
+from tests.ranks.faults.strike import after_send, inside
 from tp_runtime.broadcast.codec import encode
 from tp_runtime.broadcast.sockets import PacketSocket
 from tp_runtime.broadcast.wire import Kind, pack_frame
@@ -17,7 +17,7 @@ from tp_runtime.broadcast.wire import Kind, pack_frame
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.ranks.fault_play import Play
+    from tests.ranks.faults.play import Play
     from tp_runtime.broadcast import CpuTpBroadcaster
 
 _SETTLE_S = 0.02
@@ -38,7 +38,7 @@ def idle(play: Play, channel: CpuTpBroadcaster) -> None:
         time.sleep(_SETTLE_S)
         play.strike()
     else:
-        play.me.until_struck()
+        play.until_struck()
         _look_out(play, channel)
     play.go_on(channel)
 
@@ -88,7 +88,7 @@ def in_receive(play: Play, channel: CpuTpBroadcaster) -> None:
             play.me.until_all_at(_BEFORE, play.others)
             time.sleep(_SETTLE_S)
             play.strike()
-        play.me.until_struck()
+        play.until_struck()
         if play.cell.fault in ("eintr", "jump"):
             time.sleep(LONG_S)
     else:
@@ -135,7 +135,7 @@ def _answer_in_confirm(play: Play, channel: CpuTpBroadcaster) -> None:
         time.sleep(_SETTLE_S)
         play.strike()
     elif play.cell.side == "root" and play.me.rank == play.cell.last:
-        play.me.until_struck()
+        play.until_struck()
     play.calls_from_s = now()
     play.me.arrive(2)
     play.acknowledge(channel)
@@ -153,7 +153,7 @@ def in_close(play: Play, channel: CpuTpBroadcaster) -> None:
     full = play.cell.fault == "full"
     if channel.rank == 0:
         if full:
-            play.me.until_struck()
+            play.until_struck()
             for _ in range(packets_that_fit()):
                 play.publish(channel, _FLOOD_BYTES)
             play.calls_from_s = now()
@@ -166,7 +166,7 @@ def in_close(play: Play, channel: CpuTpBroadcaster) -> None:
         if play.is_victim:
             _close_and_strike(play, channel)
             return
-        play.me.until_struck()
+        play.until_struck()
     elif play.is_victim and full:
         play.strike()
     elif play.is_victim:

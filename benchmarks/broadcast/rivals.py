@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from broadcast_contenders import GIVE_UP_S, Contender, Group, Stamps
-from broadcast_payloads import DICT, LARGE, RAW
-from broadcast_wheels import sglang_function, vllm_module
+from contenders import GIVE_UP_S, Contender, Group, Stamps
+from payloads import DICT, LARGE, RAW
+from wheels import sglang_function, vllm_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable

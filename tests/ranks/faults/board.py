@@ -1,6 +1,6 @@
 """What the processes of one test group share, and how one of them looks at itself.
 
-Loaded by the nursery (see `fault_nursery`) and therefore by every rank: no pytest, no torch.
+Loaded by the nursery (see `nursery`) and therefore by every rank: no pytest, no torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What every rank of a cell of the fault matrix does, and what it reports.
 
 The survivors use the public API only. The faulty rank does the same up to the point at which its
-fault strikes, which is in a phase of `fault_phases`; what it does then is in `fault_actions`.
+fault strikes, which is in a phase of `phases`; what it does then is in `actions`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
-from tests.ranks import fault_actions, fault_joins
-from tests.ranks.fault_board import child_pids, descriptors, failed, leaked, now, threads
-from tests.ranks.fault_cells import EPOCH, GRACE_S, TIMEOUT_S, Cell
-from tests.ranks.fault_phases import PHASES
-from tests.ranks.fault_strike import calm, inject_clock
+from tests.ranks.faults import actions, joins
+from tests.ranks.faults.board import child_pids, descriptors, failed, leaked, now, threads
+from tests.ranks.faults.cells import EPOCH, GRACE_S, TIMEOUT_S, Cell
+from tests.ranks.faults.phases import PHASES
+from tests.ranks.faults.strike import calm, inject_clock
 from tp_runtime.broadcast import BroadcasterConfig, BroadcastError, ChannelClosed, CpuTpBroadcaster
 from tp_runtime.broadcast.sockets import process_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.ranks.fault_board import Me
+    from tests.ranks.faults.board import Me
 
 # After this long without an error a survivor gives up; far more than it may take.
 _NO_ERROR_S = TIMEOUT_S + GRACE_S + 0.7
@@ -102,7 +102,7 @@ class Play:
     def _play(self) -> None:
         try:
             channel = self._enter()
-        except fault_joins.GoneQuietly:
+        except joins.GoneQuietly:
             self.outcome = "quiet"
             return
         except BroadcastError as error:
@@ -152,7 +152,7 @@ class Play:
         if self.cell.phase != "joining":
             return self.join()
         if self.is_victim:
-            return fault_joins.join(self)
+            return joins.join(self)
         self._await_my_turn_to_join()
         self.calls_from_s = now()
         return self.join()
@@ -166,7 +166,7 @@ class Play:
                 or (cell.fault == "kill" and cell.size == 2)
             )
             if rank == cell.last and not comes_to_an_impostor:
-                self._until_struck()
+                self.until_struck()
                 if cell.fault == "kill":
                     # or it would be the last in the backlog of a process that is about to go
                     root = self.board.pid(0)
@@ -174,17 +174,18 @@ class Play:
             return
         if cell.size == 2:
             if cell.harmless:
-                self._until_struck()
+                self.until_struck()
             return
         if rank != cell.last:
             return
         if cell.harmless or cell.fault in ("stop", "kill_parent"):
-            self._until_struck()
+            self.until_struck()
         elif cell.fault in ("kill", "closed_control", "garbage"):
             # when rank 0 has given up nobody listens any more
             self.me.until(lambda: not self._root_listens(), "the end of rank 0's join")
 
-    def _until_struck(self) -> None:
+    def until_struck(self) -> None:
+        """Wait for the fault; for a jump of the clock until it is over."""
         self.me.until_struck()
         if self.cell.fault == "jump":
             # a clock that jumps between two lines of a call is none of a host that was suspended
@@ -197,7 +198,7 @@ class Play:
 
     def strike(self) -> None:
         """The fault. For one that is harmless this returns and the group goes on."""
-        fault_actions.strike(self)
+        actions.strike(self)
 
     def go_on(self, channel: CpuTpBroadcaster, *, step_s: float = _STEP_S) -> None:
         """Work until the channel fails or, where the fault is harmless, for a few more messages."""

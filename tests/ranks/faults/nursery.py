@@ -1,4 +1,4 @@
-"""A process that forks groups of ranks on request: `python -m tests.ranks.fault_nursery PARENT`.
+"""A process that forks groups of ranks on request: `python -m tests.ranks.faults.nursery PARENT`.
 
 It has imported the channel and nothing heavy, has one thread and no channel of its own, so its
 forks are safe, and a group of ranks costs milliseconds instead of an interpreter start for each.
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tests.ranks.fault_board import Board, Me, child_pids, now, threads
+from tests.ranks.faults.board import Board, Me, child_pids, now, threads
 from tp_runtime.broadcast.rendezvous import Listener
 from tp_runtime.orphans import end_with_parent
 

@@ -1,19 +1,28 @@
-"""Programs of the nursery that use the channel for long: many joins, many messages, long gaps."""
+"""Programs of the nursery that use the channel for long: many joins, kills, messages, long gaps."""
 
 from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 from typing import TYPE_CHECKING, Any
 
-from tests.ranks.fault_board import descriptors, leaked, memory_bytes, now, threads
-from tp_runtime.broadcast import BroadcasterConfig, ChannelClosed, CpuTpBroadcaster
+from tests.ranks.faults.board import (
+    PATIENCE_S,
+    descriptors,
+    failed,
+    leaked,
+    memory_bytes,
+    now,
+    threads,
+)
+from tp_runtime.broadcast import BroadcasterConfig, ChannelClosed, CpuTpBroadcaster, PeerLost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.ranks.fault_board import Me
+    from tests.ranks.faults.board import Me
     from tp_runtime.broadcast import WaitMode
 
 # A peer that has a message later than this after it was sent had lost its wake-up.
@@ -88,6 +97,76 @@ def _until_closed(channel: CpuTpBroadcaster) -> None:
     except ChannelClosed:
         return
     raise AssertionError(f"a message after the last one: {str(late)[:200]}")
+
+
+def kills(me: Me, *, count: int, warm_up: int, seed: int) -> dict[str, Any]:
+    """Groups whose last rank is killed, again and again; the other processes survive them all.
+
+    The process of the last rank joins no group: in each round a child of it does, and is killed.
+    """
+    before, source = descriptors(), random.Random(seed)
+    memory: list[int] = []
+    growth: list[str] = []
+    lags_s: list[float] = []
+    for number in range(count):
+        if me.rank == me.size - 1:
+            _kill_a_child(me, number, source)
+        else:
+            lags_s.append(_survive(me, number))
+        left = os.listdir(me.folder) if me.rank == 0 else []
+        growth += [f"round {number}: {what}" for what in (*leaked(before), *left)]
+        if number in (warm_up, count - 1):
+            memory.append(memory_bytes())
+        # the next round begins when nobody is in this one any more
+        me.arrive(2 * number + 2)
+        me.until_all_at(2 * number + 2)
+    return {
+        "growth": growth,
+        "threads": _threads_left(),
+        "memory_bytes": memory,
+        "lags_s": lags_s,
+    }
+
+
+def _kill_a_child(me: Me, number: int, source: random.Random) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            channel = _join(me, run_id=f"kill {number}")
+            me.arrive(2 * number + 1)
+            while True:
+                if channel.receive() == "plan":
+                    channel.acknowledge(True)
+        finally:
+            # it was not killed, so its parent will say what it waited for
+            os._exit(1)
+    me.until_all_at(2 * number + 1)
+    time.sleep(source.uniform(0.0, 0.01))
+    me.board.strike()
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def _survive(me: Me, number: int) -> float:
+    """Seconds from the kill until this rank was told; rank 0 does another thing in each round."""
+    with _join(me, run_id=f"kill {number}") as channel:
+        me.arrive(2 * number + 1)
+        try:
+            if me.rank == 0 and number % 3 == 0:
+                assert failed(channel, PATIENCE_S)
+            while True:
+                if me.rank:
+                    if channel.receive() == "plan":
+                        channel.acknowledge(True)
+                elif number % 3 == 1:
+                    channel.confirm("plan")
+                else:
+                    channel.publish([number])
+                    time.sleep(0.0005)
+        except PeerLost as lost:
+            lag_s, lost_rank = now() - me.board.struck_s, lost.rank
+    assert lost_rank == me.size - 1, f"round {number}: named rank {lost_rank}"
+    return lag_s
 
 
 def _threads_left() -> int:

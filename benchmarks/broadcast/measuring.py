@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from broadcast_contenders import AWAKE, now_ns
-from broadcast_payloads import LARGE, PLAN, RAW
+from contenders import AWAKE, now_ns
+from payloads import LARGE, PLAN, RAW
 
 if TYPE_CHECKING:
-    from broadcast_contenders import Contender
+    from contenders import Contender
 
 _LONGEST_WAIT_S = 1.0
 # What others may use of the machine in a segment that counts as undisturbed: a share of a core;

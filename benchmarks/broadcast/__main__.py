@@ -1,10 +1,10 @@
 """The CPU broadcaster against its rivals, and against its targets.
 
-    python benchmarks/broadcast.py [--quick] [--only REGEX] [--ranks 2,4,8] [--json FILE]
+    python benchmarks/broadcast [--quick] [--only REGEX] [--ranks 2,4,8] [--json FILE]
                                    [--vllm-wheel FILE] [--sglang-wheel FILE]
 
 Real processes, all contenders interleaved in one run, rank 0 busy between steps, delivery counted
-at the last peer after decoding; see broadcast_arena.py for the method. Rivals that are not
+at the last peer after decoding; see arena.py for the method. Rivals that are not
 installed are skipped by name; vLLM and SGLang can be taken out of a wheel that was downloaded with
 `pip download --no-deps vllm`. A full run takes about six minutes and writes the JSON; with --quick
 or --only it is written only where --json says so.
@@ -26,17 +26,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-import broadcast_alone
-import broadcast_arena
-from broadcast_cells import Effort, machine_busy_s
-from broadcast_payloads import step_dict_bytes
-from broadcast_report import Results, print_report, targets
-from broadcast_rivals import Sources, compile_library, make_rivals, versions
+import alone
+import arena
+from measuring import Effort, machine_busy_s
+from payloads import step_dict_bytes
+from report import Results, print_report, targets
+from rivals import Sources, compile_library, make_rivals, versions
 
 from tp_runtime.broadcast.cores import cores_available
 from tp_runtime.testing import RanksFailed, run_ranks
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 SEED = 20261129
 # One thread for each rank: its libraries must not start others beside the one that is measured.
 ENV = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -92,14 +92,14 @@ class Run:
 
     def rows(self, world_sizes: list[int]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
-        contenders, _ = broadcast_arena.all_contenders(self._sources, ranks=8)
+        contenders, _ = arena.all_contenders(self._sources, ranks=8)
         if not any(self.wants(contender.name) for contender in contenders):
             return rows
         for ranks in world_sizes:
             with tempfile.TemporaryDirectory(prefix="tp_bench-") as folder:
                 found = self.ranks(
                     f"contenders at {ranks} ranks",
-                    broadcast_arena.measure,
+                    arena.measure,
                     ranks,
                     folder,
                     dataclasses.asdict(self._sources),
@@ -113,21 +113,21 @@ class Run:
     def speed(self) -> dict[str, float] | None:
         if not self.wants("codec"):
             return None
-        found = self.ranks("speed of this machine", broadcast_alone.speed, 1)
+        found = self.ranks("speed of this machine", alone.speed, 1)
         return found[0] if found else None
 
     def codec(self) -> dict[str, float] | None:
         if not self.wants("codec"):
             return None
-        found = self.ranks("codec", broadcast_alone.codec, 1, 15)
+        found = self.ranks("codec", alone.codec, 1, 15)
         return found[0] if found else None
 
     def idle(self) -> dict[str, float] | None:
         if not self.wants("idle"):
             return None
-        modes = broadcast_alone.MODES
+        modes = alone.MODES
         with tempfile.TemporaryDirectory(prefix="tp_bench-") as folder:
-            found = self.ranks("idle", broadcast_alone.idle, 1 + len(modes), folder, 3.0)
+            found = self.ranks("idle", alone.idle, 1 + len(modes), folder, 3.0)
         if not found:
             return None
         return {mode: share for mode, (share,) in zip(modes, found[1:], strict=True)}
@@ -135,7 +135,7 @@ class Run:
     def deaths(self) -> list[dict[str, Any]] | None:
         if not self.wants("kill"):
             return None
-        found = self.ranks("kill", broadcast_alone.deaths, 1, KILLS[self._args.quick], SEED)
+        found = self.ranks("kill", alone.deaths, 1, KILLS[self._args.quick], SEED)
         return found[0] if found else None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from broadcast_contenders import AWAKE
+from contenders import AWAKE
 
 Row = Mapping[str, Any]
 

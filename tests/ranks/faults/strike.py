@@ -14,14 +14,14 @@ import time
 import traceback
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tests.ranks.fault_board import PATIENCE_S, descriptors, now
+from tests.ranks.faults.board import PATIENCE_S, descriptors, now
 from tp_runtime.broadcast.sockets import process_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType
 
-    from tests.ranks.fault_board import Board, Me
+    from tests.ranks.faults.board import Board, Me
 
 _TICK_S = 0.003
 # Names under which C functions send bytes.

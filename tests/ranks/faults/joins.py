@@ -11,10 +11,10 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from tests.ranks.fault_actions import bad_packet, strike
-from tests.ranks.fault_board import sockets_of
-from tests.ranks.fault_cells import EPOCH
-from tests.ranks.fault_strike import after_send, connected, fork_and, inside, own_sockets
+from tests.ranks.faults.actions import bad_packet, strike
+from tests.ranks.faults.board import sockets_of
+from tests.ranks.faults.cells import EPOCH
+from tests.ranks.faults.strike import after_send, connected, fork_and, inside, own_sockets
 from tp_runtime.broadcast import CpuTpBroadcaster, HandshakeRefused
 from tp_runtime.broadcast.codec import encode
 from tp_runtime.broadcast.handshake import Identity
@@ -24,7 +24,7 @@ from tp_runtime.broadcast.wire import HEADER_BYTES, Kind, pack_frame
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.ranks.fault_play import Play
+    from tests.ranks.faults.play import Play
 
 NOBODY = 65534
 _SETTLE_S = 0.02

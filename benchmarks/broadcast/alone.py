@@ -23,7 +23,7 @@ import timeit
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from broadcast_payloads import step_plan
+from payloads import step_plan
 
 from tp_runtime.broadcast import BroadcasterConfig, CpuTpBroadcaster, PeerLost, WaitMode
 from tp_runtime.broadcast.codec import decode, encode

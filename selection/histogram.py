@@ -1,0 +1,83 @@
+"""A user's own KV lengths: a text file with how often each was seen.
+
+One length in tokens to a line, optionally followed by a count (1 without); blank lines and what
+follows a # are skipped::
+
+    # tokens  requests
+    180       1200
+    950       430
+    7000      25
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tp_runtime.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tp_runtime.selection.bench import BenchRequest
+
+_BATCHES = 3  # of each bucket
+_MOST_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthHistogram:
+    """KV lengths in tokens, ascending and distinct, and how often each was seen."""
+
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+
+    @classmethod
+    def read(cls, path: str | Path) -> LengthHistogram:
+        """Read a file.
+
+        Raises: ConfigError: it cannot be read, or a line is not as described; names the line.
+        """
+        path = Path(path)
+        try:
+            if path.stat().st_size > _MOST_BYTES:
+                raise ConfigError(f"length histogram {path}: larger than {_MOST_BYTES} bytes")
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"length histogram {path}: cannot be read: {error}") from error
+        seen: dict[int, int] = {}
+        for number, line in enumerate(lines, 1):
+            words = line.partition("#")[0].split()
+            if not words:
+                continue
+            # digits alone: int() takes more than a person means
+            plain = all(w.isascii() and w.isdigit() and 0 < len(w) < 16 for w in words)
+            if len(words) > 2 or not plain or min(map(int, words)) < 1:
+                raise ConfigError(
+                    f"length histogram {path}, line {number}: expected a length in tokens and "
+                    f"perhaps a count, both at least 1, got {line.strip()!r}"
+                )
+            length, count = (*map(int, words), 1)[:2]
+            seen[length] = seen.get(length, 0) + count
+        if not seen:
+            raise ConfigError(f"length histogram {path}: holds no length")
+        lengths = tuple(sorted(seen))
+        return cls(lengths=lengths, counts=tuple(seen[n] for n in lengths))
+
+    def added_to(self, request: BenchRequest) -> BenchRequest:
+        """The request with batches of every bucket drawn from these lengths, by its seed.
+
+        Lengths beyond the longest sequence count as that: such a request ends there. Batches with
+        more than twice the request's `max_total_kv` tokens are left out, as its own are.
+        """
+        longest = request.shape.max_kv_len
+        weights = np.array(self.counts, np.float64)
+        weights /= weights.sum()
+        rng = np.random.default_rng([request.seed, 1])
+        batches: list[tuple[int, ...]] = []
+        for bucket in sorted(set(request.buckets)):
+            drawn = rng.choice(self.lengths, (_BATCHES, bucket), p=weights)
+            rows = [tuple(int(n) for n in row) for row in np.minimum(drawn, longest)]
+            batches += [row for row in rows if sum(row) <= 2 * request.max_total_kv]
+        return replace(request, batches=(*request.batches, *dict.fromkeys(batches)))
