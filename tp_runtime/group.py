@@ -547,9 +547,10 @@ class TpGroup:
         )
         if memory is None:
             return
-        peer = PeerReduce(memory, timeout_s=min(self._timeout_s, _TRIAL_S))
         plan = ReducePlan.usual(self.size)
-        problem = peer.try_out(program_bytes=plan.for_bytes(1))
+        with torch.cuda.device(self.device):
+            peer = PeerReduce(memory, timeout_s=min(self._timeout_s, _TRIAL_S))
+            problem = peer.try_out(program_bytes=plan.for_bytes(1))
         if not bool(self._exchange(torch.tensor([int(problem is None)])).all()):
             why = problem or "it failed on another rank"
             log.warning("TP rank %d leaves all sums to NCCL: %s", self.rank, why)

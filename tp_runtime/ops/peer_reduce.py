@@ -35,6 +35,9 @@ _PAGE_WORDS = 16
 _TRIAL_NUMBERS = 8192
 _TRIALS = 5
 
+_pages: list[torch.Tensor] = []
+"""Pages of every group so far: a kernel that still waits may read one after its group is gone."""
+
 
 class PeerAddresses(Protocol):
     """What is needed of `PeerMemory`: the memory of each rank, as mapped in this process."""
@@ -72,6 +75,7 @@ class PeerReduce:
         self._pdl = dependent_launch(device)
         # the kernels see this page of the host at the same address
         self._page = torch.zeros(_PAGE_WORDS, dtype=torch.int64, pin_memory=True)
+        _pages.append(self._page)
         self._words = self._page.numpy()
         self.set_timeout(timeout_s)
         places = [*memory.addresses, self._page.data_ptr()]
@@ -99,6 +103,8 @@ class PeerReduce:
 
     def all_reduce(self, t: Tensor, *, program_bytes: int) -> Tensor:
         """Sums t over the ranks, in place, and returns it.
+
+        The device of t is the current one.
 
         Args:
             t: what `takes` accepts; the same shape and dtype on all ranks.
