@@ -125,6 +125,12 @@ class RuntimeConfig:
     disable_decode_backend: tuple[str, ...] = setting(
         (), help="decode attention backends never to use"
     )
+    all_reduce: str = setting(
+        "auto",
+        help="how GPUs sum over ranks: small sums through memory that they map from each other, if "
+        "that works when tried at the start, and NCCL for the rest (auto), or NCCL alone (nccl)",
+        choices=("auto", "nccl"),
+    )
     async_decode: bool = setting(
         True, help="keep two decode steps in flight; off: wait for each step"
     )

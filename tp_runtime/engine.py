@@ -178,6 +178,7 @@ class Engine:
                 device=group.device,
                 tokenizer=self._make_tokenizer,
                 times=self._times,
+                check=group.raise_if_failed,
             )
 
     def trigger_capture(self, *, progress: Progress | None = None) -> None:
@@ -324,6 +325,7 @@ class Engine:
             self._times.begin(plan.step)
             self._times.add(plan.step, Phase.RECEIVE, time.perf_counter_ns() - begin)
             runtime.runner.run(plan)
+            group.raise_if_failed()
         return plan.kind is not StepKind.STOP
 
     @property
@@ -437,6 +439,7 @@ class Engine:
                 info,
                 device=device,
                 timeout_s=config.join_timeout_s,
+                peer_memory=config.all_reduce != "nccl",
                 failure=lambda: channel.failure,
             )
         channel.rehearse_with(self._decoder.rehearse)

@@ -1,12 +1,14 @@
 """The collectives of one tensor-parallel group, the same on CPU and GPU.
 
-On the GPU they are NCCL's and run on the current stream. On the CPU they go through shared
-memory (:mod:`tp_runtime.shared_reduce`), or through gloo where that is not possible. Every wait
-of the host is bounded, and a rank that has ended is named at once.
+On the GPU they run on the current stream: small sums through memory that the devices map from
+each other (:mod:`tp_runtime.ops.peer_reduce`), the rest through NCCL. On the CPU they go through
+shared memory (:mod:`tp_runtime.shared_reduce`), or through gloo where that is not possible. Every
+wait of the host is bounded, and a rank that has ended is named at once.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -20,6 +22,8 @@ from torch._C._distributed_c10d import AllgatherOptions
 from tp_runtime.cpu_threads import cpu_threads_per_rank, requested_threads
 from tp_runtime.errors import ChannelClosed, DeadlineExceeded, PeerLost, TpGroupError
 from tp_runtime.liveness import PeerWatch, watch_peers
+from tp_runtime.ops.peer_reduce import WORKSPACE_MARK, PeerReduce, workspace_bytes
+from tp_runtime.peer_memory import PeerMemory
 from tp_runtime.process_group import (
     await_ranks,
     connect_store,
@@ -27,6 +31,7 @@ from tp_runtime.process_group import (
     make_nccl,
     set_nccl_defaults,
 )
+from tp_runtime.reduce_plan import NO_PEER_REDUCE, ReducePlan
 from tp_runtime.shared_reduce import REDUCED_DTYPES, SharedReduce, SharedReduceStatistics
 
 if TYPE_CHECKING:
@@ -35,11 +40,14 @@ if TYPE_CHECKING:
     from tp_runtime.process_group import Collectives
     from tp_runtime.ranks import RankInfo
 
+log = logging.getLogger(__name__)
+
 __all__ = ["GroupStatistics", "TpGroup", "cpu_threads_per_rank"]
 
 
 _POLLS_BEFORE_SLEEP = 200
 _POLL_S = 0.0001
+_TRIAL_S = 30.0  # for the first sums; ranks compile the kernel at different speeds
 _DEATH_SHOWS_S = 0.2  # from the reset of a dead peer's socket to the end of its process
 
 
@@ -48,12 +56,14 @@ class GroupStatistics:
     """What a group has done since it was made.
 
     Attributes:
-        device: collectives on the group's accelerator.
+        device: collectives on the group's accelerator; in a graph those of its capture.
+        peer: those of them that went through peer memory and not through NCCL.
         gloo: collectives of CPU tensors through gloo, or through the host's own group.
         shared: those through shared memory; None where there is none.
     """
 
     device: int
+    peer: int
     gloo: int
     shared: SharedReduceStatistics | None
 
@@ -81,6 +91,7 @@ class TpGroup:
         accelerator: Collectives | None = None,
         owned: bool = False,
         shared_memory: bool = True,
+        peer_memory: bool = True,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -100,11 +111,17 @@ class TpGroup:
         for options in (self._reduce_options, self._gather_options, self._broadcast_options):
             options.asyncOp = False
         self._device_count = 0
+        self._peer_count = 0
         self._gloo_count = 0
         self._watch: PeerWatch | None = None
         self._shared: SharedReduce | None = None
+        self._peer_memory: PeerMemory | None = None
+        self._peer: PeerReduce | None = None
+        self._reduce_plan = NO_PEER_REDUCE
         if size > 1:
             self._watch = watch_peers(self._exchange, rank=rank)
+            if device.type == "cuda" and self._watch is not None:
+                self._open_peer_memory(wanted=peer_memory)
             if shared_memory and self._watch is not None:
                 self._shared = SharedReduce.open(
                     self._exchange, rank=rank, size=size, timeout_s=timeout_s, watch=self._watch
@@ -120,6 +137,7 @@ class TpGroup:
         device: torch.device,
         timeout_s: float = 120.0,
         shared_memory: bool = True,
+        peer_memory: bool = True,
         failure: Callable[[], Exception | None] | None = None,
     ) -> Self:
         """Meets the other ranks of this rank's tensor-parallel group.
@@ -129,6 +147,7 @@ class TpGroup:
             device: ``cpu``, or this rank's own ``cuda:<local rank>``.
             timeout_s: bounds the meeting, and later every wait of the host for a peer.
             shared_memory: False keeps CPU tensors on gloo.
+            peer_memory: False leaves every sum of the devices to NCCL.
             failure: asked while waiting for the others to come; what it gives is raised.
 
         Raises:
@@ -154,6 +173,7 @@ class TpGroup:
             accelerator=accelerator,
             owned=True,
             shared_memory=shared_memory,
+            peer_memory=peer_memory,
         )
 
     @classmethod
@@ -200,7 +220,8 @@ class TpGroup:
     def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
         """Sums ``t`` over the ranks, in place, and returns it.
 
-        Every rank gets the same bits. Through shared memory the sum is taken in rank order.
+        Every rank gets the same bits. Through shared memory and through peer memory the sum is
+        taken in rank order. On a GPU this only launches the work: see :meth:`raise_if_failed`.
 
         Raises:
             PeerLost: a rank ended or failed the group.
@@ -214,6 +235,13 @@ class TpGroup:
             return shared.all_reduce(t) if t.numel() else t
         if not t.numel():
             return t
+        if self._peer is not None and t.is_cuda:
+            program_bytes = self._reduce_plan.for_bytes(t.nbytes)
+            if program_bytes and self._peer.takes(t):
+                self.raise_if_failed()
+                self._device_count += 1
+                self._peer_count += 1
+                return self._peer.all_reduce(t, program_bytes=program_bytes)
         dense = t.contiguous()
         self._run(dense, lambda pg: pg.allreduce([dense], self._reduce_options))
         return t if dense is t else t.copy_(dense)
@@ -296,6 +324,8 @@ class TpGroup:
         self._timeout_s = timeout_s
         if self._shared is not None:
             self._shared.set_timeout(timeout_s)
+        if self._peer is not None:
+            self._peer.set_timeout(timeout_s)
 
     def fail(self, cause: Exception) -> None:
         """Ends every wait of this group with ``cause``, now and later. From any thread.
@@ -307,11 +337,70 @@ class TpGroup:
                 self._failure = cause
         if self._shared is not None:
             self._shared.fail(cause)
+        if self._peer is not None:
+            self._peer.stop()
+
+    def raise_if_failed(self) -> None:
+        """To be asked before results that came off the device are used.
+
+        A sum through peer memory whose peer is gone ends all the same, with numbers that mean
+        nothing, so that the device is never stuck.
+
+        Raises:
+            PeerLost: a peer ended while this rank's device waited for it.
+            DeadlineExceeded: a peer that lives did not come in time.
+            Exception: what :meth:`fail` was given.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._peer is None or not self._peer.gave_up:
+            return
+        dead = None if self._watch is None else self._watch.dead()
+        if dead is None:
+            late = DeadlineExceeded(
+                f"TP rank {self.rank}: the device waited longer than {self._timeout_s:g} s for a "
+                "peer in a sum: is a rank stopped, or do the ranks run different steps?"
+            )
+            self.fail(late)
+            raise late
+        reason = "its process has ended"
+        lost = PeerLost(
+            f"TP rank {self.rank} lost TP rank {dead} in a sum: {reason}; look at its output",
+            rank=dead,
+            reason=reason,
+        )
+        self.fail(lost)
+        raise lost
+
+    # ---- how devices sum ---------------------------------------------------------------------
+
+    @property
+    def peer_reduce(self) -> PeerReduce | None:
+        """The sums through peer memory; None, on every rank, where the devices share none."""
+        return self._peer
+
+    @property
+    def reduce_plan(self) -> ReducePlan:
+        """What goes through peer memory and how; what graphs hold depends on it."""
+        return self._reduce_plan
+
+    def use_reduce_plan(self, plan: ReducePlan) -> None:
+        """Sum as the plan says from here on; the same plan on all ranks at the same point.
+
+        Raises: TpGroupError: the plan wants peer memory, and there is none.
+        """
+        if any(plan.program_bytes) and self._peer is None:
+            raise TpGroupError(
+                f"TP rank {self.rank} shares no device memory with its peers, but the plan of sums "
+                "uses it"
+            )
+        self._reduce_plan = plan
 
     def statistics(self) -> GroupStatistics:
         """How many collectives went which way so far."""
         return GroupStatistics(
             device=self._device_count,
+            peer=self._peer_count,
             gloo=self._gloo_count,
             shared=None if self._shared is None else self._shared.statistics(),
         )
@@ -325,10 +414,15 @@ class TpGroup:
             if self._closed:
                 return
             self._closed = True
+            sound = self._failure is None
             if self._failure is None:
                 self._failure = ChannelClosed(f"TP rank {self.rank}: the group is closed")
         if self._shared is not None:
             self._shared.close()
+        if self._peer_memory is not None and sound:
+            # after a failure the device may still be at work; the mappings end with the process
+            torch.cuda.synchronize(self.device)
+            self._peer_memory.close()
         if self._watch is not None:
             self._watch.close()
         if self._owned:
@@ -436,6 +530,34 @@ class TpGroup:
         if self._cpu is not None or self._shared is not None:
             return collective(t)
         return collective(t.to(self.device)).cpu()
+
+    def _open_peer_memory(self, *, wanted: bool) -> None:
+        """On all ranks or on none, and only if the sums come out right."""
+        refusal = None if wanted else "turned off"
+        if refusal is None and not PeerReduce.serves(self.device):
+            refusal = f"{self.device} runs no Triton kernels"
+        memory = PeerMemory.open(
+            self._exchange,
+            rank=self.rank,
+            size=self.size,
+            device=self.device,
+            nbytes=workspace_bytes(self.size),
+            value=WORKSPACE_MARK,
+            refusal=refusal,
+        )
+        if memory is None:
+            return
+        plan = ReducePlan.usual(self.size)
+        with torch.cuda.device(self.device):
+            peer = PeerReduce(memory, timeout_s=min(self._timeout_s, _TRIAL_S))
+            problem = peer.try_out(program_bytes=plan.for_bytes(1))
+        if not bool(self._exchange(torch.tensor([int(problem is None)])).all()):
+            why = problem or "it failed on another rank"
+            log.warning("TP rank %d leaves all sums to NCCL: %s", self.rank, why)
+            memory.close()
+            return
+        peer.set_timeout(self._timeout_s)
+        self._peer_memory, self._peer, self._reduce_plan = memory, peer, plan
 
     def _exchange(self, row: torch.Tensor) -> torch.Tensor:
         return self._host_side(self.all_gather, row)

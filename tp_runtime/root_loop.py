@@ -14,7 +14,7 @@ import torch
 
 from tp_runtime.async_runner import AsyncRunner
 from tp_runtime.broadcast.pace import Cadence
-from tp_runtime.errors import HarvestError, RequestError
+from tp_runtime.errors import BroadcastError, HarvestError, RequestError
 from tp_runtime.pages import PagePool
 from tp_runtime.requests import Harvest, OutputStream, Request, RequestOutput, Snapshot
 from tp_runtime.sampling import SEED_LIMIT, SamplingParams
@@ -60,7 +60,10 @@ class Tokenizer(Protocol):
 
 
 class RootLoop:
-    """Owns the requests. One owner thread; a worker harvests while the next step runs."""
+    """Owns the requests. One owner thread; a worker harvests while the next step runs.
+
+    check: raises if the tokens that a device gave mean nothing, see `TpGroup.raise_if_failed`.
+    """
 
     def __init__(
         self,
@@ -72,8 +75,10 @@ class RootLoop:
         device: torch.device,
         tokenizer: Callable[[], Tokenizer] | None,
         times: StepTimes,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self._channel = channel
+        self._check = check
         self._encoder = StepEncoder()
         self._cadence = Cadence()
         self._runtime = runtime
@@ -109,6 +114,7 @@ class RootLoop:
         }
         self._ran: Ran | None = None
         self._late_error: HarvestError | None = None
+        self._lost: BroadcastError | None = None
 
     @property
     def unfinished(self) -> int:
@@ -187,6 +193,8 @@ class RootLoop:
         """
         self._finish_harvest()
         with terminal():
+            if self._lost is not None:
+                raise self._lost
             step = self._scheduler.step
             self._times.begin(step)
             with self._times.measure(step, Phase.PLAN):
@@ -326,9 +334,12 @@ class RootLoop:
         with self._times.measure(ran.snapshot.step, Phase.HARVEST):
             try:
                 tokens = [] if ran.lease is None else cast("list[int]", ran.lease.read())
+                self._check()
                 self._harvest.run(ran.snapshot, tokens)
             except HarvestError:
                 raise
+            except BroadcastError as error:
+                self._lost = error  # the next step raises it: it ends the engine, not a request
             except Exception as error:
                 aborted = self._harvest.fail(ran.snapshot, error)
                 raise HarvestError(

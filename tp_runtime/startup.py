@@ -25,6 +25,7 @@ from tp_runtime.broadcast import BroadcasterConfig, CpuTpBroadcaster
 from tp_runtime.device_state import DeviceState
 from tp_runtime.errors import ConfigError, TpGroupError
 from tp_runtime.planning import Decision, decide, decode_shape, eligibility_of
+from tp_runtime.reduce_tuning import tune_sums
 from tp_runtime.rendezvous import channel_address
 from tp_runtime.selection import (
     BackendSet,
@@ -59,7 +60,7 @@ _NEWS_S = 2.0
 ALIKE = (
     "model", "dtype", "max_batch_size", "max_seq_len", "kv_block_size", "kernel_page_size",
     "kv_cache_tokens", "prefill_chunk_tokens", "decode_buckets", "enable_dynamic_decode_backend",
-    "selection_mode", "decode_backend", "disable_decode_backend",
+    "selection_mode", "decode_backend", "disable_decode_backend", "all_reduce",
 )  # fmt: skip
 """Settings that must be equal on every rank; the others are a rank's own affair."""
 
@@ -239,6 +240,13 @@ def build_rank(
     shape = decode_shape(model.shape, sizes)
     decision = plan_backends(
         config, channel, group, shape, sizes, progress, layers=model.shape.num_layers
+    )
+    tune_sums(
+        channel,
+        group,
+        peer_memory=config.all_reduce != "nccl",
+        measured=config.enable_dynamic_decode_backend,
+        timeout_s=config.join_timeout_s,
     )
     products = tune(
         model,

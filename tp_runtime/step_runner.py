@@ -282,6 +282,7 @@ class StepRunner:
             "sampler": SamplerMode(variant % SAMPLERS).name,
             "table_width": self._state.block_table.shape[1],
             "products": self._products,
+            "sums": self._group.reduce_plan.digest[:16],
         }
 
     def _decode_rows(self, slots: Tensor, backend: DecodeBackend, mode: SamplerMode) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tp_runtime import Engine, RuntimeConfig, SamplingParams, TpRuntimeError
-from tp_runtime.errors import ConfigError, HarvestError, RequestError
+from tp_runtime.errors import ConfigError, HarvestError, PeerLost, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -257,3 +257,23 @@ def test_what_is_not_started_or_closed_says_so() -> None:
 def test_no_model_is_an_error_at_once() -> None:
     with pytest.raises(ConfigError, match="no model"):
         Engine(RuntimeConfig())
+
+
+def test_tokens_of_a_device_that_lost_a_peer_are_never_given(engine: Engine) -> None:
+    def lost() -> None:
+        raise PeerLost("TP rank 1 is gone", rank=1, reason="its process has ended")
+
+    engine.add_request([1, 2], GREEDY)
+    engine.step()
+    engine._root_loop()._check = lost
+    outputs: list[RequestOutput] = []
+
+    def steps() -> None:
+        for _ in range(4):
+            outputs.extend(engine.step())
+
+    with pytest.raises(PeerLost, match="TP rank 1 is gone"):
+        steps()
+    assert sum(len(output.token_ids) for output in outputs) <= 1
+    with pytest.raises(PeerLost):
+        engine.step()

@@ -34,9 +34,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 
 DECODE_FLAGS = """
---async-decode --broadcast-timeout-s --broadcast-wait --config --debug --decode-backend
---decode-buckets --device --disable-decode-backend --dtype --enable-dynamic-decode-backend --help
---ignore-eos --join-timeout-s --json --kernel-page-size --kv-block-size --kv-cache-tokens
+--all-reduce --async-decode --broadcast-timeout-s --broadcast-wait --config --debug
+--decode-backend --decode-buckets --device --disable-decode-backend --dtype
+--enable-dynamic-decode-backend --help --ignore-eos --join-timeout-s --json
+--kernel-page-size --kv-block-size --kv-cache-tokens
 --length-histogram --log-level --max-batch-size --max-seq-len --max-tokens --min-p --model
 --no-async-decode --no-enable-dynamic-decode-backend --no-plan-cache --plan-cache
 --prefill-chunk-tokens --prompt --prompts-file --quiet --raw --seed --selection-mode --stop
