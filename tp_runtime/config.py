@@ -126,9 +126,10 @@ class RuntimeConfig:
         (), help="decode attention backends never to use"
     )
     all_reduce: str = setting(
-        "auto",
-        help="how GPUs sum over ranks: small sums through memory that they map from each other, if "
-        "that works when tried at the start, and NCCL for the rest (auto), or NCCL alone (nccl)",
+        "nccl",
+        help="how GPUs sum over ranks: NCCL, or small sums through memory that they map from each "
+        "other, if that works when tried at the start, and NCCL for the rest (auto; new, and not "
+        "measured on several GPUs yet)",
         choices=("auto", "nccl"),
     )
     async_decode: bool = setting(
