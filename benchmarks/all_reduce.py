@@ -130,7 +130,7 @@ def main() -> None:
     info = RankInfo.from_env()
     device = torch.device("cuda", info.local_rank)
     torch.cuda.set_device(device)
-    group = TpGroup.create(info, device=device, timeout_s=60)
+    group = TpGroup.create(info, device=device, timeout_s=60, peer_memory=True)
     symmetric = symmetric_one_shot(group)
     if isinstance(symmetric, str) and group.rank == 0:
         print("torch symmetric memory:", symmetric)

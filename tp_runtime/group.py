@@ -91,7 +91,7 @@ class TpGroup:
         accelerator: Collectives | None = None,
         owned: bool = False,
         shared_memory: bool = True,
-        peer_memory: bool = True,
+        peer_memory: bool = False,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -137,7 +137,7 @@ class TpGroup:
         device: torch.device,
         timeout_s: float = 120.0,
         shared_memory: bool = True,
-        peer_memory: bool = True,
+        peer_memory: bool = False,
         failure: Callable[[], Exception | None] | None = None,
     ) -> Self:
         """Meets the other ranks of this rank's tensor-parallel group.
@@ -147,7 +147,8 @@ class TpGroup:
             device: ``cpu``, or this rank's own ``cuda:<local rank>``.
             timeout_s: bounds the meeting, and later every wait of the host for a peer.
             shared_memory: False keeps CPU tensors on gloo.
-            peer_memory: False leaves every sum of the devices to NCCL.
+            peer_memory: True lets small sums of the devices go through memory that they map from
+                each other, where that works; else all are left to NCCL.
             failure: asked while waiting for the others to come; what it gives is raised.
 
         Raises:
@@ -188,6 +189,7 @@ class TpGroup:
         *,
         device: torch.device | None = None,
         timeout_s: float = 120.0,
+        peer_memory: bool = False,
     ) -> Self:
         """Works on a group that the host program owns, and leaves it open at the end.
 
@@ -196,6 +198,7 @@ class TpGroup:
                 makes this call.
             device: by default the current accelerator if the group serves one, else the CPU.
             timeout_s: bounds every wait of the host for a peer.
+            peer_memory: as for :meth:`create`.
         """
         kinds = {kind.type for kind in pg._device_types}
         if device is None:
@@ -213,6 +216,7 @@ class TpGroup:
             timeout_s=timeout_s,
             cpu=cast("Collectives", pg) if "cpu" in kinds else None,
             accelerator=cast("Collectives", pg) if device.type != "cpu" else None,
+            peer_memory=peer_memory,
         )
 
     # ---- collectives -------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def opened(timeout_s: float = 60) -> tuple[TpGroup, PeerReduce]:
     info = RankInfo.from_env()
     device = torch.device("cuda", info.local_rank)
     torch.cuda.set_device(device)
-    group = TpGroup.create(info, device=device, timeout_s=timeout_s)
+    group = TpGroup.create(info, device=device, timeout_s=timeout_s, peer_memory=True)
     assert group.peer_reduce is not None
     return group, group.peer_reduce
 
