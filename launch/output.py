@@ -59,7 +59,12 @@ class JsonTarget:
             sys.stdout.write(text)
             sys.stdout.flush()
         else:
-            Path(self.where).write_text(text, encoding="utf-8")
+            try:
+                Path(self.where).write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(
+                    f"flag --json: {self.where} cannot be written: {error.strerror or error}"
+                ) from error
 
 
 def say(text: str = "", *, end: str = "\n") -> None:

@@ -58,7 +58,7 @@ def read_stdin(stream: BinaryIO | None = None) -> tuple[str, ...]:
 def split_lines(data: bytes, *, source: str) -> tuple[str, ...]:
     """One prompt a line. Only the newline is taken off: blanks at either end are the prompt's."""
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")  # some editors begin a file with a mark
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source}: expected UTF-8 text: {error}") from error
     lines = text.removesuffix("\n").split("\n") if text else []

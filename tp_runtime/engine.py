@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from tp_runtime.config import RuntimeConfig
 from tp_runtime.device_times import DeviceTimes
 from tp_runtime.errors import BroadcastError, ConfigError, RequestError, TpRuntimeError
 from tp_runtime.group import TpGroup
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from tp_runtime.broadcast import BroadcasterStatistics, CpuTpBroadcaster
-    from tp_runtime.config import RuntimeConfig
     from tp_runtime.graphs import CaptureReport
     from tp_runtime.group import GroupStatistics
     from tp_runtime.models.base import DecodeModel
@@ -100,6 +100,8 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         on_failure: OnFailure | None = None,
     ) -> None:
+        if not isinstance(config, RuntimeConfig):
+            raise ConfigError(f"expected a RuntimeConfig, got {type(config).__name__}")
         if model is None and config.model is None:
             raise ConfigError("no model: set `model` in the configuration or pass one")
         if group is not None:

@@ -36,7 +36,7 @@ from tp_runtime.selection import (
     announce,
     device_check,
 )
-from tp_runtime.sizing import Sizes, resolve_sizes
+from tp_runtime.sizing import Sizes, block_bytes, resolve_sizes
 from tp_runtime.step_runner import StepRunner
 from tp_runtime.tuning import tune
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from tp_runtime.config import RuntimeConfig
     from tp_runtime.graphs import CaptureReport
     from tp_runtime.group import TpGroup
-    from tp_runtime.models.base import DecodeModel
+    from tp_runtime.models.base import DecodeModel, ModelShape
     from tp_runtime.ranks import RankInfo
     from tp_runtime.step_times import StepTimes
 
@@ -258,18 +258,7 @@ def build_rank(
         progress=_herald(channel, group, progress, config.join_timeout_s),
     )
     with torch.inference_mode():
-        cache = KvCache(
-            model.shape,
-            num_pages=sizes.num_pages,
-            page_size=sizes.page_size,
-            device=group.device,
-        )
-        state = DeviceState(
-            slots=sizes.slots,
-            table_width=sizes.table_width,
-            pages_per_block=sizes.pages_per_block,
-            device=group.device,
-        )
+        cache, state = _allocate(model.shape, sizes, group.device)
         runner = StepRunner(
             model=model,
             group=group,
@@ -282,6 +271,26 @@ def build_rank(
             products=products,
         )
     return RankRuntime(sizes=sizes, decision=decision, runner=runner)
+
+
+def _allocate(shape: ModelShape, sizes: Sizes, device: torch.device) -> tuple[KvCache, DeviceState]:
+    try:
+        cache = KvCache(shape, num_pages=sizes.num_pages, page_size=sizes.page_size, device=device)
+        state = DeviceState(
+            slots=sizes.slots,
+            table_width=sizes.table_width,
+            pages_per_block=sizes.pages_per_block,
+            device=device,
+        )
+    except (RuntimeError, MemoryError, OverflowError, TypeError) as error:
+        # what torch raises: TypeError is a size beyond 64 bits
+        wanted = sizes.num_blocks * block_bytes(shape, sizes.block_size)
+        raise ConfigError(
+            f"no memory on {device} for a KV cache of {sizes.num_blocks} blocks "
+            f"({wanted / 2**30:.1f} GiB) and {sizes.slots} requests: lower kv_cache_tokens "
+            "or max_batch_size"
+        ) from error
+    return cache, state
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -257,6 +257,16 @@ def test_what_is_not_started_or_closed_says_so() -> None:
 def test_no_model_is_an_error_at_once() -> None:
     with pytest.raises(ConfigError, match="no model"):
         Engine(RuntimeConfig())
+    with pytest.raises(ConfigError, match="expected a RuntimeConfig, got NoneType"):
+        Engine(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("setting", [{"kv_cache_tokens": 2**52}, {"max_batch_size": 2**70}])
+def test_a_cache_that_no_memory_holds_is_an_error_with_its_size(setting: dict[str, int]) -> None:
+    values: dict[str, Any] = {"decode_buckets": (1,), "kv_cache_tokens": 1024, **setting}
+    config = RuntimeConfig(model="random:tiny", device="cpu", **values)
+    with pytest.raises(ConfigError, match=r"no memory on cpu for a KV cache of .* blocks"):
+        Engine(config).start()
 
 
 def test_tokens_of_a_device_that_lost_a_peer_are_never_given(engine: Engine) -> None:

@@ -27,6 +27,7 @@ from tp_runtime.launch.interrupts import Interrupts
 from tp_runtime.launch.options import Parser, parse, with_dashes
 from tp_runtime.launch.output import JsonTarget, table
 from tp_runtime.launch.progress import Progress
+from tp_runtime.launch.prompts import given_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -186,6 +187,11 @@ def test_a_table_is_aligned() -> None:
     assert table([]) == ""
 
 
+def test_a_json_file_that_fails_at_the_end_is_named() -> None:
+    with pytest.raises(ConfigError, match="flag --json: /dev/full cannot be written: No space"):
+        JsonTarget("/dev/full").write({"x": "y" * 100_000})
+
+
 def test_a_json_file_that_cannot_be_written_is_found_early(tmp_path: Path) -> None:
     JsonTarget(None).check()
     JsonTarget("-").check()
@@ -262,3 +268,9 @@ def test_a_rank_that_is_stuck_after_a_signal_is_ended(monkeypatch: pytest.Monkey
         signal.raise_signal(signal.SIGTERM)
         assert ended.wait(10)
     assert statuses == [130]
+
+
+def test_a_prompts_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"\xef\xbb\xbfWhy?\n how \n")
+    assert given_prompts(None, str(file)) == ("Why?", " how ")
