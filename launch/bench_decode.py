@@ -14,9 +14,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from tp_runtime.errors import ConfigError
-from tp_runtime.launch.model_shape import model_config
 from tp_runtime.launch.output import table
-from tp_runtime.models.partition import Partition
 from tp_runtime.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -121,6 +119,8 @@ class DecodeBench:
 
     def _fill(self, engine: Engine, batch: int, sampling: str) -> None:
         """Requests with random prompts, stepped until each has its first token."""
+        from tp_runtime.launch.model_shape import model_config
+
         noise = random.Random(0)
         vocabulary = model_config(str(self.config.model)).vocab_size
         params = SamplingParams(
@@ -155,6 +155,9 @@ class DecodeBench:
 
     def _facts(self, engine: Engine) -> dict[str, Any]:
         import torch
+
+        from tp_runtime.launch.model_shape import model_config
+        from tp_runtime.models.partition import Partition
 
         report = engine.capture_report
         config = model_config(str(self.config.model))
