@@ -6,6 +6,7 @@ straight to their page.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,12 +131,18 @@ def rope_append_reference(
         weight = torch.cat((q_norm.expand(q_heads, -1), k_norm.expand(kv_heads, -1)))
         qk = rms_norm(qk, weight, eps)
     turned = rotate(qk, cos.view(tokens, 1, head_dim), sin.view(tokens, 1, head_dim))
-    head_rows = torch.arange(kv_heads, device=qkv.device) * page_size
-    where = (rows[:, None] + head_rows).flatten()
+    where = (rows[:, None] + _head_rows(kv_heads, page_size, qkv.device)).flatten()
     k = turned[:, q_heads:].reshape(-1, head_dim)
     k_cache.view(-1, head_dim).index_copy_(0, where, k)
     v_cache.view(-1, head_dim).index_copy_(0, where, v.reshape(-1, head_dim))
     return turned[:, :q_heads].contiguous()
+
+
+@lru_cache(maxsize=16)
+def _head_rows(kv_heads: int, page_size: int, device: torch.device) -> Tensor:
+    """Rows from the first head of a token to each of its heads: int64 [kv_heads]."""
+    with torch.inference_mode(False):  # it outlives the step that asks first
+        return page_size * torch.arange(kv_heads, device=device)
 
 
 def _checked_heads(
