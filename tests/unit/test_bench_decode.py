@@ -37,7 +37,8 @@ def test_cells_say_where_the_time_of_a_step_goes(
         for case in (("random", "async"), ("greedy", "async"), ("random", "sync"))
     ]
     for cell in result["cells"]:
-        assert 0 < cell["device_us"] <= cell["step_us"] <= cell["step_p99_us"]
+        assert cell["device_us"] > 0
+        assert 0 < cell["step_us"] <= cell["step_p99_us"]
         assert 0 <= cell["idle_share"] < 1
         assert cell["host_us"]["plan"] > 0
     # 3 layers of 64 wide, 8 + 2 * 4 heads of 16, 96 columns inside, and a head of 512 ids
