@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from tp_runtime.errors import PlanFormatError, PlanMismatch
+from tp_runtime.choices import follow_choice, lead_choice
 from tp_runtime.reduce_plan import NO_PEER_REDUCE, ReducePlan
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["agree_reduce_plan", "tune_sums"]
 
 log = logging.getLogger(__name__)
+
+_VERB = "sum as rank 0 chose"
 
 
 def tune_sums(
@@ -62,26 +64,9 @@ def agree_reduce_plan(
     Raises:
         PlanMismatch: some rank could not read it.
     """
-    if plan is not None:
-        message = {"kind": "sums", "plan": plan.to_message()}
-        receipt = channel.confirm(message, timeout_s=timeout_s)
-        if not receipt.committed:
-            listed = "; ".join(f"rank {r}: {why}" for r, why in sorted(receipt.refusals.items()))
-            error = PlanMismatch(f"not every rank can sum as rank 0 chose: {listed}")
-            channel.abort(str(error))
-            raise error
-        return plan
-    received = channel.receive(timeout_s=timeout_s)
-    problem = ""
-    try:
-        if not isinstance(received, dict) or received.get("kind") != "sums":
-            raise PlanFormatError(f"expected a plan of sums, got {type(received).__name__}")
-        plan = ReducePlan.from_message(received.get("plan"))
-    except PlanFormatError as error:
-        problem = str(error)
-    committed = channel.acknowledge(plan is not None, problem, timeout_s=timeout_s)
     if plan is None:
-        raise PlanMismatch(f"this rank cannot sum as rank 0 chose: {problem}")
-    if not committed:
-        raise PlanMismatch("another rank cannot sum as rank 0 chose; see rank 0's error")
+        return follow_choice(
+            channel, "sums", ReducePlan.from_message, verb=_VERB, timeout_s=timeout_s
+        )
+    lead_choice(channel, "sums", plan.to_message(), verb=_VERB, timeout_s=timeout_s)
     return plan

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from tp_runtime.errors import PlanFormatError, PlanMismatch
+from tp_runtime.choices import follow_choice, lead_choice
+from tp_runtime.errors import PlanFormatError
 from tp_runtime.layers.products import Product, ProductPlan, TunedModel, rows_needed
 from tp_runtime.ops.kernels import dependent_launch, runs_kernels
 from tp_runtime.ops.skinny_config import SkinnyConfig, usual
-from tp_runtime.selection.agreement import news_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tp_runtime.models.base import DecodeModel
 
 log = logging.getLogger(__name__)
+
+_VERB = "multiply as rank 0 chose"
 
 
 def tune(
@@ -61,7 +63,7 @@ def tune(
             choose = _measured(model, dtype, group, lambda done: progress("products", done, total))
         plan = ProductPlan.of(products, choose, most_rows=most_rows)
         log.info("products: %s", plan.to_message())
-        _lead(channel, plan, timeout_s)
+        lead_choice(channel, "products", plan.to_message(), verb=_VERB, timeout_s=timeout_s)
     else:
         plan = _follow(channel, products, timeout_s, progress)
     model.use_products(plan)
@@ -116,37 +118,20 @@ def _measured(
     return choose
 
 
-def _lead(channel: CpuTpBroadcaster, plan: ProductPlan, timeout_s: float) -> None:
-    receipt = channel.confirm({"kind": "products", "plan": plan.to_message()}, timeout_s=timeout_s)
-    if not receipt.committed:
-        listed = "; ".join(f"rank {r}: {why}" for r, why in sorted(receipt.refusals.items()))
-        error = PlanMismatch(f"the products of the model differ between ranks: {listed}")
-        channel.abort(str(error))
-        raise error
-
-
 def _follow(
     channel: CpuTpBroadcaster,
     products: tuple[Product, ...],
     timeout_s: float,
     progress: Callable[[str, int, int], None],
 ) -> ProductPlan:
-    message = channel.receive(timeout_s=timeout_s)
-    while (news := news_in(message)) is not None:
-        progress(*news)
-        message = channel.receive(timeout_s=timeout_s)
-    problem, plan = None, None
-    try:
-        if not isinstance(message, dict) or message.get("kind") != "products":
-            raise PlanFormatError(f"expected a plan of products, got {type(message).__name__}")
-        plan = ProductPlan.from_message(message.get("plan"))
+    def read(message: object) -> ProductPlan:
+        plan = ProductPlan.from_message(message)
         if set(plan.choices) != set(products):
-            problem = f"expected {sorted(map(str, products))}, got {sorted(map(str, plan.choices))}"
-    except PlanFormatError as error:
-        problem = str(error)
-    committed = channel.acknowledge(problem is None, problem or "", timeout_s=timeout_s)
-    if plan is None or problem is not None:
-        raise PlanMismatch(f"the products of this rank are not those of rank 0: {problem}")
-    if not committed:
-        raise PlanMismatch("another rank has other products than rank 0; see rank 0's error")
-    return plan
+            raise PlanFormatError(
+                f"expected {sorted(map(str, products))}, got {sorted(map(str, plan.choices))}"
+            )
+        return plan
+
+    return follow_choice(
+        channel, "products", read, verb=_VERB, timeout_s=timeout_s, progress=progress
+    )

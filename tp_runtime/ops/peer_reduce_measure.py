@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
+from tp_runtime.ops.skinny_measure import replay_us
 from tp_runtime.reduce_plan import PROGRAM_BYTES, REDUCED_BYTES, ReducePlan
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ def _measure_size(group: TpGroup, nbytes: int, repeats: int, launches: int) -> d
     with torch.cuda.stream(stream):
         for repeat in range(repeats + 1):
             for program_bytes, graph in graphs.items():
-                us = _replay_us(graph, stream) / launches
+                us = replay_us(graph, stream) / launches
                 if repeat:  # the first is for warming up
                     times[program_bytes].append(us)
     group.raise_if_failed()
@@ -92,13 +93,3 @@ def _measure_size(group: TpGroup, nbytes: int, repeats: int, launches: int) -> d
     for graph in graphs.values():
         graph.reset()
     return {program_bytes: median(each) for program_bytes, each in times.items()}
-
-
-def _replay_us(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
-    start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    start.record(stream)
-    graph.replay()
-    end.record(stream)
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3

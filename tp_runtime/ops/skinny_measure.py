@@ -199,13 +199,6 @@ def best(samples: Sequence[SkinnySample], *, margin: float = 0.02) -> SkinnyConf
     return None if torch_us and fastest > torch_us[0] * (1 - margin) else config
 
 
-def measure_best(
-    shapes: Sequence[SkinnyShape], device: torch.device, *, repeats: int = 7
-) -> dict[SkinnyShape, SkinnyConfig | None]:
-    """The configuration to run each shape with; None: as torch does."""
-    return {shape: best(measure(shape, device, repeats=repeats)) for shape in shapes}
-
-
 def _gate(inputs: SkinnyInputs, config: SkinnyConfig | None, reference: Tensor) -> str | None:
     """Why a candidate is not timed: it cannot run, or its result is wrong."""
     try:
