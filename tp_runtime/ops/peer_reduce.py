@@ -78,7 +78,8 @@ class PeerReduce:
         _pages.append(self._page)
         self._words = self._page.numpy()
         self.set_timeout(timeout_s)
-        places = [*memory.addresses, self._page.data_ptr()]
+        # behind them two words in which the threads that wait tell each other what stands there
+        places = [*memory.addresses, self._page.data_ptr(), 0, 0]
         self._places = torch.tensor(places, dtype=torch.int64, device=device)
         most = _SLOT_BYTES // PROGRAM_BYTES[0]
         counts = torch.zeros(len(PROGRAM_BYTES), most, dtype=torch.int32, device=device)

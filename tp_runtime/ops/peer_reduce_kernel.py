@@ -12,8 +12,10 @@ two launches later, after it got what this rank sends in the launch between, and
 that only once the launch that gave back has ended. Which half is next stands in device memory and
 advances in the kernel, so that graphs may be replayed any number of times.
 
-Who waits has a limit: after a thousand polls (under a millisecond) it looks at the clock and at a
-page of the host, and gives up when the host says so or the time is over.
+A wait has a limit, which stands with the host's word to stop on a page of the host. A load from
+there takes microseconds on the bus, and thousands of waiting threads that all load from it hold up
+both this rank and, as that is late then, its peers for good. So one thread of the whole device
+looks at most twice per millisecond, and tells the others through a word in device memory.
 """
 
 # The kernel language is not Python: its arguments have no Python types.
@@ -53,13 +55,14 @@ _STORE = tl.constexpr("""
 """)
 
 # $4-$7: what a first load gave. $8: where from. $9: the page of the host, 64-bit words: stop,
-# limit in nanoseconds, given up. $10: inside.
+# limit in nanoseconds, given up. $10: two such words of this device: given up, and the time of the
+# last look at the page. $11: inside.
 _AWAIT = tl.constexpr("""
 {
-    .reg .pred inside, missing, late;
+    .reg .pred inside, missing, over;
     .reg .b32 a, b, c, d, polls, low;
-    .reg .b64 started, now, word, waited;
-    setp.ne.s32 inside, $10, 0;
+    .reg .b64 started, now, word, since, seen;
+    setp.ne.s32 inside, $11, 0;
     mov.b32 a, $4; mov.b32 b, $5; mov.b32 c, $6; mov.b32 d, $7;
     mov.b32 polls, 0;
     mov.b64 started, 0;
@@ -72,22 +75,33 @@ _AWAIT = tl.constexpr("""
     @!missing bra DONE;
     ld.relaxed.sys.global.v4.b32 {a, b, c, d}, [$8];
     add.s32 polls, polls, 1;
-    and.b32 low, polls, 1023;
-    setp.ne.s32 late, low, 0;
-    @late bra POLL;
+    and.b32 low, polls, 255;
+    setp.ne.s32 over, low, 0;
+    @over bra POLL;
+    ld.relaxed.gpu.global.b64 word, [$10];
+    setp.ne.s64 over, word, 0;
+    @over bra DONE;
     mov.u64 now, %globaltimer;
-    setp.ne.u64 late, started, 0;
-    @!late mov.b64 started, now;
-    sub.u64 waited, now, started;
+    setp.ne.u64 over, started, 0;
+    @!over mov.b64 started, now;
+    ld.relaxed.gpu.global.b64 word, [$10+8];
+    sub.s64 since, now, word;
+    setp.lt.s64 over, since, 500000;
+    @over bra POLL;
+    atom.relaxed.gpu.global.cas.b64 seen, [$10+8], word, now;
+    setp.ne.s64 over, seen, word;
+    @over bra POLL;
+    sub.s64 since, now, started;
     ld.relaxed.sys.global.b64 word, [$9+8];
-    setp.gt.u64 late, waited, word;
+    setp.gt.s64 over, since, word;
     ld.relaxed.sys.global.b64 word, [$9];
-    setp.ne.or.s64 late, word, 0, late;
+    setp.ne.or.s64 over, word, 0, over;
     ld.relaxed.sys.global.b64 word, [$9+16];
-    setp.ne.or.s64 late, word, 0, late;
-    @!late bra POLL;
+    setp.ne.or.s64 over, word, 0, over;
+    @!over bra POLL;
     mov.b64 word, 1;
     st.relaxed.sys.global.b64 [$9+16], word;
+    st.relaxed.gpu.global.b64 [$10], word;
     DONE:
     mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d;
 }
@@ -120,12 +134,12 @@ def _store(address, a, b, c, d, inside):
 
 
 @triton.jit
-def _arrived(a, b, c, d, address, page, inside):
+def _arrived(a, b, c, d, address, page, notes, inside):
     """Four words at each address, none of them the mark; a, b, c, d: of an earlier load."""
     return tl.inline_asm_elementwise(
         _AWAIT,
-        "=r,=r,=r,=r,r,r,r,r,l,l,r",
-        [a, b, c, d, address, page, inside],
+        "=r,=r,=r,=r,r,r,r,r,l,l,l,r",
+        [a, b, c, d, address, page, notes, inside],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
         is_pure=False,
         pack=1,
@@ -211,7 +225,8 @@ def one_shot(
 
     Lengths are in pieces of 16 bytes: x, y and normed have `total`; program p has `row` of them
     (at most BLOCK) from p * row on. y may be x.
-    places: int64 [RANKS + 1], the memory of each rank as mapped here, then the page of the host.
+    places: int64 [RANKS + 3], the memory of each rank as mapped here, the page of the host, and the
+    two words that waiting threads of this device share.
     launches: int32, one per program. CHANNEL: bytes before this channel; it has two halves of RANKS
     slots of SLOT bytes, one for each sender. With NORM a row is one row of `width` numbers.
     """
@@ -224,6 +239,7 @@ def one_shot(
     at = (program * row + index).to(tl.int64) * 16
     part = CHANNEL + (program * BLOCK + index).to(tl.int64) * 16
     page = tl.load(places_ptr + RANKS)
+    notes = (places_ptr + RANKS + 1).to(tl.int64)
     own = tl.load(places_ptr + RANK)
     if NORM:
         # no kernel writes weights, so they need not wait
@@ -252,7 +268,7 @@ def one_shot(
                 a, b, c, d = early[peer]
             else:
                 a, b, c, d = _load(here, inside)
-            a, b, c, d = _arrived(a, b, c, d, here, page, inside)
+            a, b, c, d = _arrived(a, b, c, d, here, page, notes, inside)
             mark = tl.full([BLOCK], -1, tl.int32)
             _store(here, mark, mark, mark, mark, inside)
         if peer == 0:
