@@ -47,6 +47,13 @@ class FakeGroup:
         self._barrier.wait()
         return tensor.copy_(total)
 
+    def all_reduce_norm(
+        self, tensor: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Makes the norm, as GPUs that share memory do; real ranks on a CPU leave it to others."""
+        total = self.all_reduce(tensor)
+        return total, rms_norm(total, weight, eps)
+
 
 def on_ranks(size: int, body: Callable[[TpGroup], T]) -> list[T]:
     """body(group) on every rank of a fake group; results in rank order."""

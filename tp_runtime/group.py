@@ -250,6 +250,37 @@ class TpGroup:
         self._run(dense, lambda pg: pg.allreduce([dense], self._reduce_options))
         return t if dense is t else t.copy_(dense)
 
+    def all_reduce_norm(
+        self, t: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As :meth:`all_reduce`; the norm of the sum comes with it where that is one launch.
+
+        Args:
+            t: [rows, width]; changed in place.
+            weight: [width], of the norm.
+            eps: added to the mean square.
+
+        Returns:
+            t, and rms_norm(t, weight, eps) as :mod:`tp_runtime.ops.norm` defines it, or None on
+            every rank where the sum does not go through peer memory.
+
+        Raises:
+            PeerLost, DeadlineExceeded, TpGroupError: as :meth:`all_reduce`.
+        """
+        peer = self._peer
+        if (
+            peer is not None
+            and t.is_cuda
+            and self._reduce_plan.for_bytes(t.nbytes)
+            and peer.takes_rows(t)
+            and weight.dtype == t.dtype
+        ):
+            self.raise_if_failed()
+            self._device_count += 1
+            self._peer_count += 1
+            return peer.all_reduce_norm(t, weight, eps)
+        return self.all_reduce(t), None
+
     def all_gather(self, t: torch.Tensor) -> torch.Tensor:
         """The tensors of all ranks, [size, *t.shape]. All have the same shape and dtype.
 

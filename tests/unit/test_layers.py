@@ -10,7 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.fake_ranks import on_ranks
-from tp_runtime.layers.linear import ColumnParallelLinear, Matrix, RowParallelLinear
+from tp_runtime.layers.linear import (
+    ColumnParallelLinear,
+    GatedLinear,
+    Hidden,
+    Matrix,
+    RowParallelLinear,
+)
 from tp_runtime.layers.vocab import VocabParallelEmbedding, VocabParallelHead, VocabSlice
 from tp_runtime.ops.activation import silu_and_mul
 from tp_runtime.ops.norm import RmsNorm, rms_norm
@@ -82,12 +88,35 @@ def test_column_then_row_parallel_is_the_whole_block(size: int) -> None:
 
     def body(group: TpGroup) -> torch.Tensor:
         part = slice(group.rank * width, (group.rank + 1) * width)
-        inner = ColumnParallelLinear(norm, up[part], bias[part].clone())(x).relu()
-        return RowParallelLinear(down[:, part], group)(inner, residual)
+        inner = ColumnParallelLinear(norm, up[part], bias[part].clone())(Hidden(x)).relu()
+        return RowParallelLinear(down[:, part], group)(inner, residual).stream
 
     outputs = on_ranks(size, body)
     torch.testing.assert_close(outputs[0], expected)
     assert all(torch.equal(outputs[0], output) for output in outputs)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_next_norm_may_come_with_the_sum(size: int, rows: int) -> None:
+    torch.manual_seed(5)
+    down, gate_up = torch.randn(10, 24), torch.randn(12, 10)
+    x, residual = torch.randn(rows, 24), torch.randn(rows, 10)
+    norm = RmsNorm(torch.rand(10), 1e-3)
+    stream = residual + x @ down.T
+    width = 24 // size
+
+    def body(group: TpGroup) -> tuple[Hidden, torch.Tensor, torch.Tensor]:
+        part = slice(group.rank * width, (group.rank + 1) * width)
+        hidden = RowParallelLinear(down[:, part], group, norm)(x[:, part], residual)
+        column, gated = ColumnParallelLinear(norm, gate_up), GatedLinear(norm, gate_up)
+        return hidden, column(hidden), gated(hidden)
+
+    for hidden, column, gated in on_ranks(size, body):
+        torch.testing.assert_close(hidden.stream, stream)
+        assert (hidden.normed is not None) == (size > 1 and rows > 1)
+        torch.testing.assert_close(column, norm(stream) @ gate_up.T)
+        torch.testing.assert_close(gated, silu_and_mul(norm(stream) @ gate_up.T))
 
 
 @pytest.mark.parametrize("vocab_size", [12, 13, 9])

@@ -36,6 +36,15 @@ def test_what_the_operations_are() -> None:
     )
     gate, up = torch.split(normed @ weight.T, 12, -1)
     torch.testing.assert_close(skinny_norm_gate_up(x, norm, 1e-3, weight), F.silu(gate) * up)
+    # what is normalised already is not normalised again
+    other = torch.randn(3, 32)
+    torch.testing.assert_close(
+        skinny_norm_linear(x, norm, 1e-3, weight, bias, normed=other), other @ weight.T + bias
+    )
+    gate, up = torch.split(other @ weight.T, 12, -1)
+    torch.testing.assert_close(
+        skinny_norm_gate_up(x, norm, 1e-3, weight, normed=other), F.silu(gate) * up
+    )
 
 
 @pytest.mark.parametrize(

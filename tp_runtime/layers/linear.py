@@ -7,7 +7,7 @@ On a CPU one layout is chosen per matrix when it is loaded, by what was measured
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +96,18 @@ class Matrix:
         return torch.addmm(residual, x, self._storage.t())
 
 
+class Hidden(NamedTuple):
+    """The residual stream between two linears, equal on every rank.
+
+    stream: [tokens, hidden].
+    normed: [tokens, hidden], normalised for the next linear, where that came with the sum over the
+        ranks; else None, and the linear does it.
+    """
+
+    stream: Tensor
+    normed: Tensor | None = None
+
+
 class ColumnParallelLinear:
     """The norm before it, and each rank's output columns; no communication.
 
@@ -122,15 +134,16 @@ class ColumnParallelLinear:
     def use_products(self, plan: ProductPlan) -> None:
         self._configs = plan.configs(self.product)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, hidden: Hidden) -> Tensor:
         """[tokens, in] -> [tokens, out / size]."""
+        x, normed = hidden
         config = config_for(self._configs, x.shape[0])
         if config is not None:
-            norm = self.norm
+            norm, weight = self.norm, self.matrix.weight
             return skinny_norm_linear(
-                x, norm.weight, norm.eps, self.matrix.weight, self.bias, config=config
+                x, norm.weight, norm.eps, weight, self.bias, normed=normed, config=config
             )
-        out = self.matrix.multiply(self.norm(x))
+        out = self.matrix.multiply(self.norm(x) if normed is None else normed)
         return out if self.bias is None else out.add_(self.bias)
 
 
@@ -157,13 +170,15 @@ class GatedLinear:
     def use_products(self, plan: ProductPlan) -> None:
         self._configs = plan.configs(self.product)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, hidden: Hidden) -> Tensor:
         """[tokens, in] -> [tokens, inner / size]."""
+        x, normed = hidden
+        norm = self.norm
         config = config_for(self._configs, x.shape[0])
         if config is None:
-            return silu_and_mul(self.matrix.multiply(self.norm(x)))
+            return silu_and_mul(self.matrix.multiply(norm(x) if normed is None else normed))
         return skinny_norm_gate_up(
-            x, self.norm.weight, self.norm.eps, self.matrix.weight, config=config
+            x, norm.weight, norm.eps, self.matrix.weight, normed=normed, config=config
         )
 
 
@@ -176,14 +191,16 @@ class RowParallelLinear:
     Args:
         weight: this rank's [out, in / size].
         group: sums the partial results.
+        next_norm: of the linear that follows; made together with the sum where that is faster.
     """
 
-    __slots__ = ("_adds_residual", "_configs", "_group", "matrix", "product")
+    __slots__ = ("_adds_residual", "_configs", "_group", "matrix", "next_norm", "product")
 
-    def __init__(self, weight: Tensor, group: TpGroup) -> None:
+    def __init__(self, weight: Tensor, group: TpGroup, next_norm: RmsNorm | None = None) -> None:
         self.matrix = Matrix(weight)
         self._group = group
         self._adds_residual = group.rank == 0
+        self.next_norm = next_norm
         self.product = Product(
             op=SkinnyOp.LINEAR_RESIDUAL, n=self.matrix.out_features, k=self.matrix.in_features
         )
@@ -192,7 +209,7 @@ class RowParallelLinear:
     def use_products(self, plan: ProductPlan) -> None:
         self._configs = plan.configs(self.product)
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor) -> Hidden:
         """residual + sum over ranks of x @ weight.T.
 
         Args:
@@ -200,15 +217,23 @@ class RowParallelLinear:
             residual: [tokens, out], equal on every rank; not changed.
 
         Returns:
-            [tokens, out], equal on every rank.
+            [tokens, out].
         """
+        out = self._partial(x, residual)
+        group, norm = self._group, self.next_norm
+        if group.size == 1:
+            return Hidden(out)
+        # a product of one row normalises it on the way, at no cost
+        if norm is None or out.shape[0] == 1:
+            return Hidden(group.all_reduce(out))
+        return Hidden(*group.all_reduce_norm(out, norm.weight, norm.eps))
+
+    def _partial(self, x: Tensor, residual: Tensor) -> Tensor:
         config = config_for(self._configs, x.shape[0])
         matrix = self.matrix
         if config is None:
             add = self._adds_residual
-            out = matrix.multiply_add(x, residual) if add else matrix.multiply(x)
-        elif self._adds_residual:
-            out = skinny_linear_residual(x, matrix.weight, residual, config=config)
-        else:
-            out = skinny_linear(x, matrix.weight, config=config)
-        return out if self._group.size == 1 else self._group.all_reduce(out)
+            return matrix.multiply_add(x, residual) if add else matrix.multiply(x)
+        if self._adds_residual:
+            return skinny_linear_residual(x, matrix.weight, residual, config=config)
+        return skinny_linear(x, matrix.weight, config=config)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tp_runtime.layers.linear import ColumnParallelLinear
+from tp_runtime.layers.linear import ColumnParallelLinear, Hidden
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +85,7 @@ class VocabParallelHead:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> [rows, slice.width]; ids that do not exist are -inf."""
-        logits = self.linear(hidden)
+        logits = self.linear(Hidden(hidden))
         if self._vocab.real < self._vocab.width:
             logits[:, self._vocab.real :] = float("-inf")
         return logits

@@ -6,11 +6,13 @@ Each layer has two collectives, after the attention output and after the feed-fo
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tp_runtime.layers.linear import (
     ColumnParallelLinear,
     GatedLinear,
+    Hidden,
     Matrix,
     RowParallelLinear,
 )
@@ -60,16 +62,20 @@ class LlamaLayer:
             self._qk_norm = QkNorm(
                 q_weight=weights.q_norm, k_weight=weights.k_norm, eps=config.rms_norm_eps
             )
-        self._output = RowParallelLinear(weights.output, group)
         post_norm = RmsNorm(weights.post_norm, config.rms_norm_eps)
+        self._output = RowParallelLinear(weights.output, group, post_norm)
         self._gate_up = GatedLinear(post_norm, weights.gate_up)
         self._down = RowParallelLinear(weights.down, group)
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
-        """The residual stream [tokens, hidden] after this layer."""
-        attended = attention.rotated(self._index, self._qkv(x), cos, sin, self._qk_norm)
-        x = self._output(attended.flatten(1), x)
-        return self._down(self._gate_up(x), x)
+    def __call__(self, hidden: Hidden, cos: Tensor, sin: Tensor, attention: Attention) -> Hidden:
+        """The residual stream after this layer."""
+        attended = attention.rotated(self._index, self._qkv(hidden), cos, sin, self._qk_norm)
+        hidden = self._output(attended.flatten(1), hidden.stream)
+        return self._down(self._gate_up(hidden), hidden.stream)
+
+    def precedes(self, other: LlamaLayer) -> None:
+        """Say which layer is the next one, which lets this one normalise for it."""
+        self._down.next_norm = other._qkv.norm
 
     @property
     def linears(self) -> dict[str, ColumnParallelLinear | RowParallelLinear | GatedLinear]:
@@ -118,6 +124,8 @@ class LlamaModel:
             LlamaLayer(index, reader.layer(index), config=config, group=group)
             for index in range(config.num_layers)
         ]
+        for layer, after in pairwise(self._layers):
+            layer.precedes(after)
         final_norm = RmsNorm(reader.final_norm(), config.rms_norm_eps)
         head = embedding if config.tied_head else Matrix(reader.head())
         self._head = VocabParallelHead(final_norm, head, partition.vocab)
@@ -148,11 +156,11 @@ class LlamaModel:
 
     def forward(self, token_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """See `DecodeModel.forward`: [tokens] ids and positions -> [tokens, hidden]."""
-        x = self._embedding(token_ids)
+        hidden = Hidden(self._embedding(token_ids))
         cos, sin = self._rope.at(positions)
         for layer in self._layers:
-            x = layer(x, cos, sin, attention)
-        return x
+            hidden = layer(hidden, cos, sin, attention)
+        return hidden.stream
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `DecodeModel.logits`: [rows, hidden] -> [rows, vocab_end - vocab_start]."""

@@ -102,6 +102,11 @@ class PeerReduce:
             and t.is_contiguous()
         )
 
+    @staticmethod
+    def takes_rows(t: Tensor) -> bool:
+        """Whether `all_reduce_norm` can sum and normalise the rows of a tensor."""
+        return PeerReduce.takes(t) and _row_bytes(t) is not None
+
     def all_reduce(self, t: Tensor, *, program_bytes: int) -> Tensor:
         """Sums t over the ranks, in place, and returns it.
 
@@ -123,7 +128,7 @@ class PeerReduce:
         """Sums t over the ranks, in place, and normalises the sum in the same launch.
 
         Args:
-            t: [rows, width], what `takes` accepts, rows of 16 to 16384 bytes, multiples of 16.
+            t: [rows, width], what `takes_rows` accepts: rows of 16 to 16384 bytes, multiples of 16.
             weight: [width], dtype of t.
             eps: added to the mean square.
 
@@ -133,21 +138,15 @@ class PeerReduce:
         Raises: ValueError: not such tensors.
         """
         self._check(t)
-        rows, width = t.shape
-        piece_count = width * t.element_size() // _PIECE
-        program_bytes = max(PROGRAM_BYTES[0], power_of_two(piece_count) * _PIECE)
-        if (
-            width * t.element_size() % _PIECE
-            or program_bytes not in PROGRAM_BYTES
-            or rows * program_bytes > _SLOT_BYTES
-            or weight.shape != (width,)
-            or weight.dtype != t.dtype
-        ):
+        piece_count = t.shape[-1] * t.element_size() // _PIECE
+        program_bytes = _row_bytes(t)
+        if program_bytes is None or weight.shape != t.shape[1:] or weight.dtype != t.dtype:
             raise ValueError(
                 f"expected rows of at most {PROGRAM_BYTES[-1]} bytes, a multiple of {_PIECE}, and "
                 f"a weight for them, got {t.dtype} {list(t.shape)} and {weight.dtype} "
                 f"{list(weight.shape)}"
             )
+        rows = t.shape[0]
         normed = torch.empty_like(t)
         pieces = rows * piece_count
         self._launch(t, t, weight, normed, pieces, piece_count, eps, program_bytes, rows, norm=True)
@@ -233,3 +232,12 @@ class PeerReduce:
             PDL=self._pdl,
             **options,
         )
+
+
+def _row_bytes(t: Tensor) -> int | None:
+    """The program that takes one row of t [rows, width]; None where none does."""
+    row_bytes = t.shape[-1] * t.element_size()
+    if t.dim() != 2 or row_bytes % _PIECE or row_bytes > PROGRAM_BYTES[-1]:
+        return None
+    program_bytes = max(PROGRAM_BYTES[0], power_of_two(row_bytes))
+    return program_bytes if t.shape[0] * program_bytes <= _SLOT_BYTES else None

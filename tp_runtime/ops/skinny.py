@@ -73,16 +73,19 @@ def skinny_norm_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
+    normed: Tensor | None = None,
     config: SkinnyConfig | None = None,
 ) -> Tensor:
     """rms_norm(x, norm_weight, eps) @ weight.T + bias.
 
-    norm_weight: [k]; the others as in `skinny_linear`. For one row the normalised values are not
+    norm_weight: [k]; normed: rms_norm(x, norm_weight, eps) where it has been made already; the
+    others as in `skinny_linear`. For one row that is not normed yet the normalised values are not
     rounded before they are multiplied, so that the result is nearer to the exact one.
     """
     if config is None:
-        return F.linear(rms_norm(x, norm_weight, eps), weight, bias)
-    return _run(config, SkinnyOp.NORM_LINEAR, x, weight, bias=bias, norm=(norm_weight, eps))
+        return F.linear(rms_norm(x, norm_weight, eps) if normed is None else normed, weight, bias)
+    norm = (norm_weight, eps)
+    return _run(config, SkinnyOp.NORM_LINEAR, x, weight, bias=bias, norm=norm, normed=normed)
 
 
 def skinny_norm_gate_up(
@@ -91,19 +94,22 @@ def skinny_norm_gate_up(
     eps: float,
     weight: Tensor,
     *,
+    normed: Tensor | None = None,
     config: SkinnyConfig | None = None,
 ) -> Tensor:
     """silu(h @ gate.T) * (h @ up.T) with h = rms_norm(x, norm_weight, eps).
 
     Args:
         weight: [2 * n, k], the rows of gate before those of up.
+        normed: h where it has been made already.
 
     Returns:
         [rows, n]; gate and up are not rounded before the activation.
     """
     if config is None:
-        return silu_and_mul(F.linear(rms_norm(x, norm_weight, eps), weight))
-    return _run(config, SkinnyOp.NORM_GATE_UP, x, weight, norm=(norm_weight, eps))
+        made = rms_norm(x, norm_weight, eps) if normed is None else normed
+        return silu_and_mul(F.linear(made, weight))
+    return _run(config, SkinnyOp.NORM_GATE_UP, x, weight, norm=(norm_weight, eps), normed=normed)
 
 
 @cache
@@ -162,8 +168,11 @@ def _run(
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     norm: tuple[Tensor, float] | None = None,
+    normed: Tensor | None = None,
 ) -> Tensor:
     norm_weight, eps = norm or (None, 0.0)
+    if normed is not None:
+        x, norm_weight = normed, None
     rows, n, k = _checked(config, op, x, weight, (bias, norm_weight), residual)
     kernels = _kernels()
     tiles = -(-n // config.block_n)
