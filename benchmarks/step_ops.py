@@ -20,6 +20,7 @@ import torch
 
 from tp_runtime.device_state import DeviceState
 from tp_runtime.ops import sampling, sampling_gpu
+from tp_runtime.ops.gather import gather_rows, gather_rows_reference
 from tp_runtime.ops.rope import RopeTable
 from tp_runtime.ops.rope_append import rope_append, rope_append_reference
 from tp_runtime.ops.step_state import (
@@ -82,14 +83,14 @@ def step_ops(rows: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]
     make: Any = {"dtype": torch.bfloat16, "device": device}
     s, slots = filled_state(), torch.arange(rows, device=device) * 3
     table = RopeTable(HEAD_DIM, theta=5e5, max_positions=32_768, **make)
-    cos, sin = table.tables
-    tables = {"cos_table": cos, "sin_table": sin}
-    where: Any = {"kv_heads": KV_HEADS, "page_size": PAGE, **tables}
+    where: Any = {"kv_heads": KV_HEADS, "page_size": PAGE}
     row = begin_step_reference(slots, s, **where)
+    cos, sin = table.at(row.positions)
+    embedding = torch.randn(VOCAB, Q_HEADS * HEAD_DIM, **make)
     qkv = torch.randn(rows, (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM, **make)
     k, v = torch.zeros(2, 1024, KV_HEADS, PAGE, HEAD_DIM, **make).unbind(0)
     norms = dict(zip(("q_norm", "k_norm"), torch.rand(2, HEAD_DIM, **make), strict=True))
-    heads: Any = (qkv, row.cos, row.sin, row.cache_rows, k, v)
+    heads: Any = (qkv, cos, sin, row.cache_rows, k, v)
     tokens = torch.arange(rows, device=device)
     return {
         "rope_append": (
@@ -103,6 +104,10 @@ def step_ops(rows: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]
         "begin_step": (
             lambda: begin_step(slots, s, **where),
             lambda: begin_step_reference(slots, s, **where),
+        ),
+        "embedding": (
+            lambda: gather_rows(tokens, embedding),
+            lambda: gather_rows_reference(tokens, embedding),
         ),
         "end_step": (
             lambda: end_step(slots, tokens, s),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tp_runtime.device_state import DeviceState
+from tp_runtime.ops.gather import gather_rows, gather_rows_reference
 from tp_runtime.ops.rope import RopeTable
 from tp_runtime.ops.rope_append import first_rows, rope_append, rope_append_reference
 from tp_runtime.ops.step_state import (
@@ -166,20 +167,15 @@ def assert_rows_equal(got: StepRows, expected: StepRows) -> None:
             assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("rope", [False, True])
 @pytest.mark.parametrize(
     ("rows", "width", "page"), [(1, 1, 16), (8, 129, 64), (32, 2048, 64), (200, 40, 16)]
 )
-def test_begin_and_end_of_a_step(rows: int, width: int, page: int, rope: bool) -> None:
+def test_begin_and_end_of_a_step(rows: int, width: int, page: int) -> None:
     s = some_state(256, width, page, seed=rows)
-    tables = {}
-    if rope:
-        made = torch.randn(2, width * page, 128, device="cuda").to(torch.bfloat16)
-        tables = {"cos_table": made[0], "sin_table": made[1]}
     # no slot twice, and those at the borders first
     slots = torch.cat((torch.arange(6), torch.randperm(250) + 6))[:rows].cuda()
     slots[rows - rows // 4 :] = s.dummy_slot
-    where: Any = {"kv_heads": 8, "page_size": page, **tables}
+    where: Any = {"kv_heads": 8, "page_size": page}
     assert_rows_equal(begin_step(slots, s, **where), begin_step_reference(slots, s, **where))
 
     other = SimpleNamespace(**vars(s))
@@ -218,3 +214,20 @@ def test_steps_in_one_graph_see_each_other() -> None:
         assert_rows_equal(out, steps(other, begin_step_reference, end_step_reference))
         assert torch.equal(s.length, other.length)
         assert torch.equal(s.last_token, other.last_token)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize(
+    ("count", "rows", "width", "tables"),
+    [(1, 9, 128, 2), (33, 500, 4096, 1), (7, 40, 1000, 2), (2000, 64, 64, 1), (0, 4, 8, 1)],
+)
+def test_gather_rows(count: int, rows: int, width: int, tables: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(count)
+    made = [torch.randn(rows, width, device="cuda").to(dtype) for _ in range(tables)]
+    index = torch.randint(100 - rows // 4, 100 + rows + rows // 4, (count,), device="cuda")
+    index[:2] = torch.tensor([100, 100 + rows - 1], device="cuda")[:count]
+    got = gather_rows(index, *made, start=100)
+    for ours, theirs in zip(got, gather_rows_reference(index, *made, start=100), strict=True):
+        assert ours.dtype == dtype
+        assert ours.is_contiguous()
+        assert torch.equal(ours, theirs)

@@ -8,6 +8,7 @@ import torch
 from tp_runtime.attention import KvCache
 from tp_runtime.device_state import DeviceState
 from tp_runtime.models.base import ModelShape
+from tp_runtime.ops.gather import gather_rows
 from tp_runtime.ops.kernels import power_of_two, runs_kernels
 from tp_runtime.ops.norm import rms_norm
 from tp_runtime.ops.rope import RopeTable, rotate
@@ -93,11 +94,7 @@ def state() -> DeviceState:
 
 def test_begin_step_gathers_by_slot() -> None:
     s, slots = state(), torch.tensor([3, 1, 2, 0, 4, 4])
-    table = rope()
-    cos_table, sin_table = table.tables
-    got = begin_step(
-        slots, s, kv_heads=KV_HEADS, page_size=PAGE, cos_table=cos_table, sin_table=sin_table
-    )
+    got = begin_step(slots, s, kv_heads=KV_HEADS, page_size=PAGE)
     lengths = [5 * PAGE - 1, PAGE - 1, PAGE, 0, 0, 0]
     assert got.positions.tolist() == lengths
     assert got.next_positions.tolist() == [n + 1 for n in lengths]
@@ -110,14 +107,21 @@ def test_begin_step_gathers_by_slot() -> None:
     assert torch.equal(got.cache_rows, expected)
     for name in ("temperature", "top_k", "top_p", "min_p", "seed"):
         assert torch.equal(getattr(got, name), getattr(s, name)[slots])
-    cos, sin = table.at(got.positions)
-    assert got.cos is not None
-    assert got.sin is not None
-    assert torch.equal(got.cos, cos[:, 0])
-    assert torch.equal(got.sin, sin[:, 0])
-    assert begin_step(slots, s, kv_heads=KV_HEADS, page_size=PAGE).cos is None
-    with pytest.raises(ValueError, match="both"):
-        begin_step(slots, s, kv_heads=KV_HEADS, page_size=PAGE, cos_table=cos_table)
+
+
+def test_gathered_rows_are_those_of_this_slice() -> None:
+    a, b = torch.randn(4, 6), torch.randn(4, 6)
+    index = torch.tensor([13, 9, 10, 14, 0])
+    for got, table in zip(gather_rows(index, a, b, start=10), (a, b), strict=True):
+        expected = torch.zeros(5, 6)
+        expected[0], expected[2] = table[3], table[0]
+        assert torch.equal(got, expected)
+    assert index.tolist() == [13, 9, 10, 14, 0]
+    (alone,) = gather_rows(torch.tensor([2]), a)
+    assert torch.equal(alone, a[2:3])
+    for tables in ((), (a, b, a), (a, b[:3]), (a, b.double())):
+        with pytest.raises(ValueError, match="one or two tables"):
+            gather_rows(index, *tables)
 
 
 def test_end_step_advances_all_but_the_dummy() -> None:

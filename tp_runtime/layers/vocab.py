@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tp_runtime.layers.linear import ColumnParallelLinear, Hidden
+from tp_runtime.ops.gather import gather_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,12 +61,16 @@ class VocabParallelEmbedding:
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """[tokens] int64 in [0, vocab_size) -> [tokens, hidden], equal on every rank."""
-        if self._group.size == 1:
-            return self._matrix.rows(token_ids)
-        local = token_ids - self._vocab.start
-        foreign = (local < 0) | (local >= self._vocab.width)
-        rows = self._matrix.rows(local.masked_fill_(foreign, 0))
-        return self._group.all_reduce(rows.masked_fill_(foreign.unsqueeze(1), 0.0))
+        if token_ids.is_cuda:
+            (rows,) = gather_rows(token_ids, self._matrix.weight, start=self._vocab.start)
+        elif self._group.size == 1:
+            rows = self._matrix.rows(token_ids)
+        else:
+            local = token_ids - self._vocab.start
+            foreign = (local < 0) | (local >= self._vocab.width)
+            rows = self._matrix.rows(local.masked_fill_(foreign, 0))
+            rows.masked_fill_(foreign.unsqueeze(1), 0.0)
+        return rows if self._group.size == 1 else self._group.all_reduce(rows)
 
 
 class VocabParallelHead:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tp_runtime.ops.gather import gather_rows
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -98,15 +100,13 @@ class RopeTable:
         # the sign of rotate_half is folded in: -sin for the first half, +sin for the second
         self._sin = torch.cat((-sin, sin), -1).to(dtype)
 
-    @property
-    def tables(self) -> tuple[Tensor, Tensor]:
-        """(cos, signed sin) of all positions, each [max_positions, head_dim], contiguous."""
-        return self._cos, self._sin
-
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) for positions [tokens] int64, each [tokens, 1, head_dim]."""
-        cos = self._cos.index_select(0, positions).unsqueeze(1)
-        return cos, self._sin.index_select(0, positions).unsqueeze(1)
+        if not positions.is_cuda:
+            cos = self._cos.index_select(0, positions).unsqueeze(1)
+            return cos, self._sin.index_select(0, positions).unsqueeze(1)
+        cos, sin = gather_rows(positions, self._cos, self._sin)
+        return cos.unsqueeze(1), sin.unsqueeze(1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

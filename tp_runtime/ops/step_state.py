@@ -43,7 +43,6 @@ class StepRows:
         owns already, or the dummy page.
     cache_rows: int64, `first_rows` of the new token.
     temperature, top_p, min_p: float32.  top_k, seed: int64.
-    cos, sin: [rows, head_dim], rows of the RoPE table; None without one.
     """
 
     token_ids: Tensor
@@ -57,8 +56,6 @@ class StepRows:
     top_p: Tensor
     min_p: Tensor
     seed: Tensor
-    cos: Tensor | None = None
-    sin: Tensor | None = None
 
 
 def begin_step(
@@ -67,8 +64,6 @@ def begin_step(
     *,
     kv_heads: int,
     page_size: int,
-    cos_table: Tensor | None = None,
-    sin_table: Tensor | None = None,
 ) -> StepRows:
     """Gather the rows of a decode step, in one launch on a GPU.
 
@@ -76,25 +71,9 @@ def begin_step(
         slots: int64 [rows], each in [0, S); the dummy slot may come several times.
         state: of this rank; only read. A slot's length must be below page_size * W.
         kv_heads: of this rank's cache.  page_size: tokens per kernel page.
-        cos_table, sin_table: [max_positions, head_dim], contiguous, one dtype, head_dim a power of
-            two; both or neither.
-
-    Raises:
-        ValueError: one table without the other, or of unlike shapes.
     """
-    if (cos_table is None) != (sin_table is None) or (
-        cos_table is not None and sin_table is not None and cos_table.shape != sin_table.shape
-    ):
-        raise ValueError("cos_table and sin_table: expected both, of one shape, or neither")
     if not runs_kernels(slots.device):
-        return begin_step_reference(
-            slots,
-            state,
-            kv_heads=kv_heads,
-            page_size=page_size,
-            cos_table=cos_table,
-            sin_table=sin_table,
-        )
+        return begin_step_reference(slots, state, kv_heads=kv_heads, page_size=page_size)
     from tp_runtime.ops.step_state_kernel import begin_step_kernel
 
     rows, width = slots.shape[0], state.block_table.shape[1]
@@ -103,10 +82,6 @@ def begin_step(
     floats = state.temperature.new_empty((3, stride))
     table = state.block_table.new_empty((rows, width))
     kv_lens = state.block_table.new_empty(rows)
-    cos = sin = None
-    if cos_table is not None and sin_table is not None:
-        cos = cos_table.new_empty((rows, cos_table.shape[1]))
-        sin = torch.empty_like(cos)
     pdl = dependent_launch(slots.device)
     block = min(_TABLE_BLOCK, power_of_two(width))
     if rows:
@@ -120,19 +95,14 @@ def begin_step(
             state.top_p,
             state.min_p,
             state.seed,
-            ids if cos_table is None else cos_table,
-            ids if sin_table is None else sin_table,
             ids,
             floats,
             kv_lens,
             table,
-            ids if cos is None else cos,
-            ids if sin is None else sin,
             stride,
             width,
             KV_HEADS=kv_heads,
             PAGE=page_size,
-            HEAD_DIM=0 if cos_table is None else cos_table.shape[1],
             BLOCK_W=block,
             PDL=pdl,
             num_warps=4 if block >= 256 else 1,
@@ -150,8 +120,6 @@ def begin_step(
         min_p=floats[2, :rows],
         kv_lens=kv_lens,
         block_table=table,
-        cos=cos,
-        sin=sin,
     )
 
 
@@ -161,8 +129,6 @@ def begin_step_reference(
     *,
     kv_heads: int,
     page_size: int,
-    cos_table: Tensor | None = None,
-    sin_table: Tensor | None = None,
 ) -> StepRows:
     """`begin_step` in plain torch: what it means, and what a CPU runs."""
     positions = state.length[slots]
@@ -180,8 +146,6 @@ def begin_step_reference(
         top_p=state.top_p[slots],
         min_p=state.min_p[slots],
         seed=state.seed[slots],
-        cos=None if cos_table is None else cos_table.index_select(0, positions),
-        sin=None if sin_table is None else sin_table.index_select(0, positions),
     )
 
 

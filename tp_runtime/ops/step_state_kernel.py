@@ -22,26 +22,21 @@ def begin_step_kernel(
     top_p_ptr,
     min_p_ptr,
     seed_ptr,
-    cos_table_ptr,
-    sin_table_ptr,
     ids_ptr,
     floats_ptr,
     kv_lens_ptr,
     table_out_ptr,
-    cos_ptr,
-    sin_ptr,
     stride,
     width,
     KV_HEADS: tl.constexpr,
     PAGE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
     BLOCK_W: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (r, 0): the numbers of row r. Program (r, 1 + b): block b of its table row.
 
     ids: int64 [6, stride]: last token, position, next position, cache row, top_k, seed.
-    floats: float32 [3, stride]: temperature, top_p, min_p.  HEAD_DIM: 0 without a RoPE table.
+    floats: float32 [3, stride]: temperature, top_p, min_p.
     """
     if PDL:
         gdc_launch_dependents()
@@ -68,14 +63,6 @@ def begin_step_kernel(
         tl.store(floats_ptr + stride + row, top_p)
         tl.store(floats_ptr + 2 * stride + row, min_p)
         tl.store(kv_lens_ptr + row, (length + 1).to(tl.int32))
-        if HEAD_DIM > 0:
-            dims = tl.arange(0, HEAD_DIM)
-            tl.store(
-                cos_ptr + row * HEAD_DIM + dims, tl.load(cos_table_ptr + length * HEAD_DIM + dims)
-            )
-            tl.store(
-                sin_ptr + row * HEAD_DIM + dims, tl.load(sin_table_ptr + length * HEAD_DIM + dims)
-            )
     else:
         # all entries: a mask would wait for the length, and costs more than the copy
         column = (part - 1) * BLOCK_W + tl.arange(0, BLOCK_W)
