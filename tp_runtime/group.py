@@ -48,6 +48,7 @@ __all__ = ["GroupStatistics", "TpGroup", "cpu_threads_per_rank"]
 _POLLS_BEFORE_SLEEP = 200
 _POLL_S = 0.0001
 _TRIAL_S = 30.0  # for the first sums; ranks compile the kernel at different speeds
+_ABORT_S = 10.0  # for NCCL to give up, once the graphs that hold its collectives are gone
 _DEATH_SHOWS_S = 0.2  # from the reset of a dead peer's socket to the end of its process
 
 
@@ -113,6 +114,7 @@ class TpGroup:
         self._device_count = 0
         self._peer_count = 0
         self._gloo_count = 0
+        self._abort: threading.Thread | None = None
         self._watch: PeerWatch | None = None
         self._shared: SharedReduce | None = None
         self._peer_memory: PeerMemory | None = None
@@ -366,10 +368,19 @@ class TpGroup:
         """Ends every wait of this group with ``cause``, now and later. From any thread.
 
         Peers that share memory with this rank get PeerLost at once; others at their deadline.
+        Collectives that the device waits in end too, with results that mean nothing (ask
+        :meth:`raise_if_failed`); in a host program's own NCCL group the host has to end them.
         """
         with self._lock:
             if self._failure is None:
                 self._failure = cause
+            if self._accelerator is not None and self._owned and self._abort is None:
+                # in its own thread: after it has ended the kernels, NCCL waits for the graphs that
+                # hold its collectives, and those belong to whoever asks us to fail
+                self._abort = threading.Thread(
+                    target=self._accelerator.abort, name="tp-nccl-abort", daemon=True
+                )
+                self._abort.start()
         if self._shared is not None:
             self._shared.fail(cause)
         if self._peer is not None:
@@ -460,10 +471,18 @@ class TpGroup:
             self._peer_memory.close()
         if self._watch is not None:
             self._watch.close()
-        if self._owned:
-            for owned in (self._accelerator, self._cpu):
-                if owned is not None:
-                    owned.shutdown()
+        if self._abort is not None:
+            self._abort.join(_ABORT_S)
+            if self._abort.is_alive():
+                log.warning(
+                    "TP rank %d: NCCL has not given up after %g s: are all graphs destroyed?",
+                    self.rank,
+                    _ABORT_S,
+                )
+        elif self._owned and self._accelerator is not None:
+            self._accelerator.shutdown()
+        if self._owned and self._cpu is not None:
+            self._cpu.shutdown()
         self._cpu = self._accelerator = None
 
     def __enter__(self) -> Self:

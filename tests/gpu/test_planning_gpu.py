@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,8 @@ def test_a_decision_leaves_nothing_behind_and_is_kept(
     assert second["stages"] == []
     for decision in (first, second):
         assert decision["extra_reserved_bytes"] == 0
-        # of the whole device; the driver itself has been seen to move 64 KiB around
-        assert abs(decision["extra_bytes"]) < 1 << 20
+        # of the whole device, so only where no test runs beside this one; the driver itself has
+        # been seen to move 64 KiB around
+        if "PYTEST_XDIST_WORKER" not in os.environ:
+            assert abs(decision["extra_bytes"]) < 1 << 20
     assert first["libraries"] == second["libraries"] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any, cast
 
 import pytest
@@ -73,3 +74,64 @@ def test_the_cause_that_the_watcher_knows_comes_first() -> None:
     assert peer.stopped
     with pytest.raises(BroadcastError, match="rank 0 said stop"):
         group.raise_if_failed()
+
+
+class FakeNccl:
+    """Aborts when its graphs are gone."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.graphs_gone = threading.Event()
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+        assert self.graphs_gone.wait(30)
+        self.calls.append("aborted")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+def group_on(nccl: FakeNccl, *, owned: bool) -> TpGroup:
+    group = TpGroup.single(torch.device("cpu"))
+    group._accelerator = cast("Any", nccl)
+    group._owned = owned
+    return group
+
+
+def test_a_failure_aborts_nccl_once_and_waits_for_nothing() -> None:
+    nccl = FakeNccl()
+    group = group_on(nccl, owned=True)
+    for _ in range(2):
+        group.fail(PeerLost("TP rank 1 is gone", rank=1, reason="test"))
+    with pytest.raises(PeerLost, match="TP rank 1 is gone"):
+        group.raise_if_failed()
+    nccl.graphs_gone.set()
+    group.close()
+    assert nccl.calls == ["abort", "aborted"]
+
+
+def test_an_abort_that_never_ends_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tp_runtime.group._ABORT_S", 0.05)
+    nccl = FakeNccl()
+    group = group_on(nccl, owned=True)
+    group.fail(BroadcastError("rank 1 said stop"))
+    group.close()
+    assert "NCCL has not given up" in caplog.text
+    nccl.graphs_gone.set()
+
+
+def test_a_host_programs_nccl_is_left_alone() -> None:
+    nccl = FakeNccl()
+    group = group_on(nccl, owned=False)
+    group.fail(BroadcastError("rank 1 said stop"))
+    group.close()
+    assert not nccl.calls
+
+
+def test_without_a_failure_nccl_is_shut_down() -> None:
+    nccl = FakeNccl()
+    group_on(nccl, owned=True).close()
+    assert nccl.calls == ["shutdown"]
