@@ -41,9 +41,11 @@ def tune_sums(
     Raises:
         PlanMismatch: a rank could not take rank 0's plan.
     """
-    if not peer_memory:
+    if not peer_memory or group.peer_reduce is None:
         group.use_reduce_plan(NO_PEER_REDUCE)
-    elif measured and group.peer_reduce is not None:
+    elif not measured:
+        group.use_reduce_plan(ReducePlan.usual(group.size))
+    else:
         from tp_runtime.ops.peer_reduce_measure import choose_sums, measure_sums
 
         times = measure_sums(group)

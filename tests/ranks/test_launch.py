@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.restarts import serve_again
 from tp_runtime.launch.__main__ import main
 from tp_runtime.ranks import TORCHRUN_VARIABLES
 
@@ -219,3 +220,10 @@ def test_ctrl_c_ends_all_ranks_cleanly() -> None:
     assert process.returncode != 0
     assert "tp-runtime: rank 0: interrupted" in err
     assert "error:" not in "\n".join(x for x in err.splitlines() if x.startswith("tp-runtime: "))
+
+
+@pytest.mark.long
+def test_torchrun_starts_all_ranks_again_after_one_was_killed(tmp_path: Path) -> None:
+    document = serve_again(tmp_path, "cpu")
+    assert len(document["outputs"][0]["token_ids"]) == 40
+    assert [rank["rank"] for rank in document["ranks"]] == [0, 1]

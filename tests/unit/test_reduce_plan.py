@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 
 from tp_runtime.errors import PlanFormatError
+from tp_runtime.group import TpGroup
 from tp_runtime.ops.peer_reduce import (
     PeerReduce,
     channel_offset,
@@ -13,6 +16,7 @@ from tp_runtime.ops.peer_reduce import (
 )
 from tp_runtime.ops.peer_reduce_measure import choose_sums
 from tp_runtime.reduce_plan import NO_PEER_REDUCE, PROGRAM_BYTES, REDUCED_BYTES, ReducePlan
+from tp_runtime.reduce_tuning import tune_sums
 
 
 def test_a_size_takes_the_choice_of_the_next() -> None:
@@ -87,3 +91,12 @@ def test_channels_do_not_overlap_and_hold_the_largest_tensor(ranks: int) -> None
 )
 def test_what_the_kernel_takes(t: torch.Tensor, taken: bool) -> None:
     assert PeerReduce.takes(t) is taken
+
+
+def test_every_engine_of_a_group_sums_as_its_own_settings_say() -> None:
+    group = TpGroup.single(torch.device("cpu"))
+    group._peer = cast("Any", object())
+    channel = cast("Any", None)  # nothing is agreed where nothing is measured
+    for wanted in (True, False, True):
+        plan = tune_sums(channel, group, peer_memory=wanted, measured=False, timeout_s=1)
+        assert plan == group.reduce_plan == (ReducePlan.usual(1) if wanted else NO_PEER_REDUCE)
