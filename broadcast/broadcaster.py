@@ -77,6 +77,7 @@ class CpuTpBroadcaster(ABC):
         self._latch = FailureLatch()
         self._counters = Counters()
         self._sequence = 0
+        self._message_sent_ns = 0
         self._owner = get_ident()
         self._pid = os.getpid()
         self._forked = False
@@ -239,6 +240,12 @@ class CpuTpBroadcaster(ABC):
     @abstractmethod
     def pids(self) -> tuple[int, ...]:
         """Process of each rank, by rank; 0 where it is in another pid namespace."""
+
+    @property
+    def message_sent_ns(self) -> int:
+        """When the message that `receive` gave last was sent, on the host's monotonic clock; 0
+        before the first and on rank 0."""
+        return self._message_sent_ns
 
     def statistics(self) -> BroadcasterStatistics:
         """Counters since the join. Thread-safe; a peer's lag by what it took and has not accounted.

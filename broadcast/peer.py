@@ -160,6 +160,7 @@ class PeerBroadcaster(CpuTpBroadcaster):
             return self._open_other(size, now_ns, timeout_s)
         message = decode(packet[HEADER_BYTES:size])
         self._sequence = self._progress.words[self.rank] = sequence
+        self._message_sent_ns = sent_ns
         arrivals = self._arrivals
         arrivals.append((sent_ns, now_ns, interval_us, length))
         if len(arrivals) >= _MOST_ARRIVALS:
@@ -278,6 +279,7 @@ class PeerBroadcaster(CpuTpBroadcaster):
         if header.kind in (Kind.MESSAGE, Kind.CONFIRM):
             # The interval of a confirm is a promise of its decision, not the time to the next one.
             announced_us = header.interval_us if header.kind is Kind.MESSAGE else 0
+            self._message_sent_ns = header.sent_ns
             self._arrivals.append((header.sent_ns, now_ns, announced_us, header.length))
         self._heard_s = max(self._heard_s, now_ns / 1e9)
         if header.kind is Kind.CLOSE:

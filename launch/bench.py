@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from tp_runtime.config import RuntimeConfig
 from tp_runtime.errors import ConfigError
 from tp_runtime.launch import exits
-from tp_runtime.launch.bench_decode import SAMPLINGS, DecodeBench, as_text
+from tp_runtime.launch.bench_decode import LOOPS, SAMPLINGS, DecodeBench
+from tp_runtime.launch.bench_report import as_text
 from tp_runtime.launch.options import Parser, add_common, add_settings, json_target, parse_number
 from tp_runtime.launch.output import say
 from tp_runtime.launch.progress import Progress
@@ -37,6 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=tuple(SAMPLINGS),
         help="may be repeated (default all of them)",
     )
+    decode.add_argument(
+        "--loop",
+        action="append",
+        choices=LOOPS,
+        help="two steps in flight (async), with every sampling, or none (sync), with the first "
+        "one; may be repeated (default both)",
+    )
+    decode.add_argument(
+        "--compare-all-reduce",
+        action="store_true",
+        help="measure every choice of --all-reduce, one after the other",
+    )
     decode.add_argument("--trace", metavar="FILE", help="write a profiler trace of 10 steps")
     add_common(decode)
     add_settings(decode)
@@ -58,6 +71,8 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         context_tokens=context,
         steps=steps,
         samplings=tuple(args.sampling or SAMPLINGS),
+        loops=tuple(args.loop or LOOPS),
+        ways=("auto", "nccl") if args.compare_all_reduce else (config.all_reduce,),
         trace=args.trace,
     )
     target = json_target(args)

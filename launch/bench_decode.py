@@ -9,27 +9,34 @@ import platform
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from tp_runtime.errors import ConfigError
-from tp_runtime.launch.output import table
 from tp_runtime.sampling import SamplingParams
+from tp_runtime.step_times import Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from tp_runtime.config import RuntimeConfig
     from tp_runtime.engine import Engine
+    from tp_runtime.group import TpGroup
     from tp_runtime.launch.interrupts import Interrupts
     from tp_runtime.launch.progress import Progress
+    from tp_runtime.models.base import DecodeModel
+    from tp_runtime.step_times import StepTimes
 
 SAMPLINGS: Mapping[str, Mapping[str, float]] = {
     "random": {"temperature": 0.8},
     "filtered": {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
     "greedy": {},
 }
+
+LOOPS = ("async", "sync")
 
 _WARM_UP_STEPS = 20
 _TRACED_STEPS = 10
@@ -43,6 +50,7 @@ class DecodeBench:
     """What is measured. Every rank of the group makes the same one and calls `run`.
 
     context_tokens: in the cache of each request, on average over the timed steps.
+    ways: of the setting all_reduce, each with an engine of its own.
     """
 
     config: RuntimeConfig
@@ -50,6 +58,8 @@ class DecodeBench:
     context_tokens: int
     steps: int
     samplings: tuple[str, ...]
+    loops: tuple[str, ...] = LOOPS
+    ways: tuple[str, ...] = ("nccl",)
     trace: str | None = None
 
     def run(self, progress: Progress, interrupts: Interrupts) -> dict[str, Any] | None:
@@ -58,31 +68,80 @@ class DecodeBench:
         Raises:
             ConfigError: the context is too short for the steps.
         """
-        from tp_runtime.engine import Engine
+        import torch
+
+        from tp_runtime.group import TpGroup
+        from tp_runtime.models.loading import load_model
+        from tp_runtime.ranks import RankInfo
+        from tp_runtime.startup import resolve_device
 
         if self._prompt_tokens < 1:
             raise ConfigError(
                 f"flag --context={self.context_tokens}: expected more than "
                 f"{self.context_tokens - self._prompt_tokens}, half of the steps and the warm-up"
             )
-        with Engine(self.config) as engine:
+        config = self.config
+        info = RankInfo.from_env(tp_size=config.tp_size)
+        device = resolve_device(config, info.local_rank)
+        peer_memory = self.ways != ("nccl",)
+        result: dict[str, Any] = {}
+        with TpGroup.create(
+            info, device=device, timeout_s=config.join_timeout_s, peer_memory=peer_memory
+        ) as group:
+            model = load_model(
+                str(config.model),
+                group=group,
+                dtype=getattr(torch, config.dtype_on(device.type)),
+                progress=lambda done, total: progress("load", done, total),
+            ).model
+            for way in self.ways:
+                found = self._way(way, group, model, progress, interrupts)
+                result = {**found, "cells": [*result.get("cells", ()), *found["cells"]]}
+        return result if info.tp_rank == 0 else None
+
+    def _way(
+        self,
+        way: str,
+        group: TpGroup,
+        model: DecodeModel,
+        progress: Progress,
+        interrupts: Interrupts,
+    ) -> dict[str, Any]:
+        """The facts and cells of one way of summing; on ranks above 0 no cells."""
+        from tp_runtime.engine import Engine
+
+        found: dict[str, Any] = {"cells": []}
+        engine = Engine(replace(self.config, all_reduce=way), group=group, model=model)
+        with engine:
             engine.start(progress=progress)
             interrupts.defer()
             if engine.rank > 0:
                 engine.serve_peer()
+            else:
+                found = {**self._facts(engine), "cells": self._cells(engine, progress, interrupts)}
+                if self.trace is not None and way == self.ways[0]:
+                    self._trace(engine, self.trace)
+        interrupts.raise_if_noted()
+        messages_us = _everyones(engine.times, Phase.MESSAGE, group)
+        for cell in found["cells"]:
+            cell["all_reduce"] = way
+            cell["message_us"] = _worst_peer(messages_us, cell.pop("steps"), engine.times.steps)
+        return found
+
+    def _cells(
+        self, engine: Engine, progress: Progress, interrupts: Interrupts
+    ) -> list[dict[str, Any]]:
+        cases = [(name, True) for name in self.samplings if "async" in self.loops]
+        if "sync" in self.loops:
+            cases.append((self.samplings[0], False))
+        cells: list[dict[str, Any]] = []
+        total = len(self.batches) * len(cases)
+        for batch in self.batches:
+            for sampling, in_flight in cases:
+                progress("measuring", len(cells), total)
                 interrupts.raise_if_noted()
-                return None
-            cells: list[dict[str, Any]] = []
-            total = len(self.batches) * (len(self.samplings) + 1)
-            for batch in self.batches:
-                cases = [(name, True) for name in self.samplings] + [(self.samplings[0], False)]
-                for sampling, in_flight in cases:
-                    progress("measuring", len(cells), total)
-                    interrupts.raise_if_noted()
-                    cells.append(self._cell(engine, batch, sampling, in_flight))
-            if self.trace is not None:
-                self._trace(engine, self.trace)
-            return {**self._facts(engine), "cells": cells}
+                cells.append(self._cell(engine, batch, sampling, in_flight))
+        return cells
 
     @property
     def _prompt_tokens(self) -> int:
@@ -100,7 +159,8 @@ class DecodeBench:
             self._step(engine, in_flight)
             stamps.append(time.perf_counter())
         spans = device.spans()[1:]
-        host = engine.step_times(self.steps)
+        last = engine.times.steps
+        host = engine.times.statistics(self.steps)
         _drain(engine)
         steps_us = [(b - a) * 1e6 for a, b in itertools.pairwise(stamps)]
         busy_us = sum(span.busy_us for span in spans)
@@ -110,11 +170,14 @@ class DecodeBench:
             "sampling": sampling,
             "loop": "async" if in_flight else "sync",
             "step_us": statistics.median(steps_us),
-            "step_p99_us": sorted(steps_us)[int(0.99 * (len(steps_us) - 1))],
+            "step_p99_us": _p99(steps_us),
             "device_us": statistics.median(span.busy_us for span in spans),
+            "device_p99_us": _p99([span.busy_us for span in spans]),
             "idle_share": idle_us / (busy_us + idle_us),
             "idle_p50_us": statistics.median(span.idle_us for span in spans),
+            "idle_p99_us": _p99([span.idle_us for span in spans]),
             "host_us": host.phase_us,
+            "steps": (last - self.steps, last),
         }
 
     def _fill(self, engine: Engine, batch: int, sampling: str) -> None:
@@ -190,6 +253,34 @@ class DecodeBench:
         }
 
 
+def _p99(values: Sequence[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]
+
+
+def _everyones(times: StepTimes, phase: Phase, group: TpGroup) -> np.ndarray[Any, Any]:
+    """Microseconds of a phase in every kept step on every rank, [ranks, capacity]."""
+    import torch
+
+    return group.all_gather(torch.from_numpy(times.of(phase))).numpy() / 1e3
+
+
+def _worst_peer(
+    phase_us: np.ndarray[Any, Any], steps: tuple[int, int], last: int
+) -> dict[str, float] | None:
+    """Median and 99th percentile on the rank above 0 where that is the highest.
+
+    Args:
+        phase_us: [ranks, capacity].
+        steps: first and end of those that count.  last: end of those that are kept.
+    """
+    capacity = phase_us.shape[1]
+    if phase_us.shape[0] == 1 or steps[0] < last - capacity:
+        return None
+    peers = phase_us[1:, np.arange(*steps) % capacity]
+    median, p99 = np.percentile(peers, (50, 99), axis=1).max(axis=1).tolist()
+    return {"p50": median, "p99": p99}
+
+
 def _drain(engine: Engine) -> None:
     """End all requests."""
     for request_id in engine.running:
@@ -227,49 +318,3 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def floor_us(result: Mapping[str, Any], batch: int) -> float:
-    """The time that reading weights and cache once takes at the measured copy bandwidth."""
-    read = result["weight_bytes"] + batch * result["kv_bytes_per_request"]
-    return float(read / result["copy_bytes_per_s"] * 1e6)
-
-
-def as_text(result: Mapping[str, Any]) -> str:
-    """The table for a person; host times in microseconds."""
-    phases = ("plan", "publish", "prepare", "model", "harvest")
-    rows = []
-    for cell in result["cells"]:
-        floor = floor_us(result, cell["batch"])
-        host = cell["host_us"]
-        rows.append(
-            (
-                str(cell["batch"]),
-                cell["sampling"],
-                cell["loop"],
-                f"{floor / 1e3:.2f}",
-                f"{cell['step_us'] / 1e3:.2f}",
-                f"{100 * floor / cell['step_us']:.0f} %",
-                f"{cell['step_p99_us'] / cell['step_us']:.2f}",
-                f"{100 * cell['idle_share']:.1f} %",
-                *("-" if host[phase] is None else f"{host[phase]:.0f}" for phase in phases),
-            )
-        )
-    header = (
-        "batch", "sampling", "loop", "floor ms", "step ms", "share", "p99/p50", "idle",
-        "plan us", "publish", "prepare", "launch", "harvest",
-    )  # fmt: skip
-    facts = [
-        ("model", f"{result['model']}, {result['dtype']}, TP {result['tp_size']}"),
-        ("device", f"{result['device']}, copies {result['copy_bytes_per_s'] / 1e12:.3f} TB/s"),
-        ("context", f"{result['context_tokens']} tokens, medians of {result['steps']} steps"),
-    ]
-    if result["capture_s"] is not None and result["capture_bytes"]:
-        facts.append(
-            (
-                "capture",
-                f"{result['graphs']} graphs in {result['capture_s']:.1f} s, "
-                f"{result['capture_bytes'] / 2**20:.0f} MiB",
-            )
-        )
-    return f"{table(facts)}\n\n{table(rows, header=header)}"

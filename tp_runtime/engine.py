@@ -249,9 +249,10 @@ class Engine:
         runtime.runner.time_device(times)
         return times
 
-    def step_times(self, last: int | None = None) -> StepTimeStatistics:
-        """Where the host's time went, in all steps that are kept or in the last of them."""
-        return self._times.statistics(last)
+    @property
+    def times(self) -> StepTimes:
+        """Where the host's time of steps went, on this rank; also after the end."""
+        return self._times
 
     def generate(
         self,
@@ -322,10 +323,16 @@ class Engine:
         if group.rank == 0:
             raise TpRuntimeError("rank 0 plans the steps: call step() or generate() on it")
         with self._terminal():
-            begin = time.perf_counter_ns()
-            plan = self._decoder.decode(self._open_channel().receive())
+            channel = self._open_channel()
+            begin_ns = time.monotonic_ns()
+            message = channel.receive()
+            got_ns = time.monotonic_ns()
+            plan = self._decoder.decode(message)
             self._times.begin(plan.step)
-            self._times.add(plan.step, Phase.RECEIVE, time.perf_counter_ns() - begin)
+            self._times.add(
+                plan.step, Phase.MESSAGE, got_ns - max(begin_ns, channel.message_sent_ns)
+            )
+            self._times.add(plan.step, Phase.RECEIVE, time.monotonic_ns() - begin_ns)
             runtime.runner.run(plan)
             group.raise_if_failed()
         return plan.kind is not StepKind.STOP

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 class Phase(IntEnum):
     """Parts of a step on the host. RECEIVE is a peer's; PLAN, PUBLISH and HARVEST are rank 0's.
 
+    MESSAGE is the end of RECEIVE: from the later of rank 0's sending and this rank's asking on.
     HARVEST is processor time of the worker, which runs beside the model; the others are wall time.
     """
 
@@ -25,6 +26,10 @@ class Phase(IntEnum):
     PREPARE = 3
     MODEL = 4
     HARVEST = 5
+    MESSAGE = 6
+
+
+_NOT_OUTSIDE = (Phase.RECEIVE, Phase.MESSAGE, Phase.MODEL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +37,7 @@ class StepTimeStatistics:
     """Medians over the kept steps, in microseconds; None where nothing was measured.
 
     `outside_model_us` is the median over steps of all phases but RECEIVE (which is mostly waiting
-    for rank 0) and MODEL.
+    for rank 0), its end MESSAGE, and MODEL.
     """
 
     steps: int
@@ -69,10 +74,13 @@ def _clock_of(phase: Phase) -> Callable[[], int]:
     return time.thread_time_ns if phase is Phase.HARVEST else time.perf_counter_ns
 
 
+_CAPACITY = 1 << 14
+
+
 class StepTimes:
     """A ring of phase times. Each phase is measured by one thread, not always the same for all."""
 
-    def __init__(self, capacity: int = 4096) -> None:
+    def __init__(self, capacity: int = _CAPACITY) -> None:
         self._ns = np.zeros((capacity, len(Phase)), dtype=np.int64)
         self._spans = [_Span(self._ns[:, phase], _clock_of(phase)) for phase in Phase]
         self._steps = 0
@@ -90,6 +98,15 @@ class StepTimes:
         self._ns[step % len(self._ns)] = 0
         self._steps = step + 1
 
+    @property
+    def steps(self) -> int:
+        """How many steps there have been; the next one has this number."""
+        return self._steps
+
+    def of(self, phase: Phase) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Nanoseconds of a phase in each kept step, [capacity]; step n stands at n % capacity."""
+        return self._ns[:, phase].copy()
+
     def statistics(self, last: int | None = None) -> StepTimeStatistics:
         """Of the steps that are kept, or of the `last` of them."""
         count = min(self._steps, len(self._ns), self._steps if last is None else last)
@@ -101,7 +118,7 @@ class StepTimes:
                 phase_us={phase.name.lower(): None for phase in Phase},
                 outside_model_us=None,
             )
-        outside = kept.sum(axis=1) - kept[:, Phase.RECEIVE] - kept[:, Phase.MODEL]
+        outside = kept.sum(axis=1) - kept[:, [*_NOT_OUTSIDE]].sum(axis=1)
         return StepTimeStatistics(
             steps=len(kept),
             phase_us={phase.name.lower(): float(np.median(kept[:, phase])) for phase in Phase},

@@ -121,7 +121,7 @@ def check_tokens(folder: Path, device: str) -> None:
     for case, one, two, peer in zip(CASES, alone, *both, strict=True):
         ties = [count_ties(run["streams"], expected) for run in (one, two)]
         print(case, "ties", ties, "peer sums", two["peer_sums"])
-        assert two["capture"] == peer["capture"] != one["capture"]
+        assert two["capture"] == peer["capture"]
         assert min(one["graph_steps"], two["graph_steps"]) > 0
         assert one["peer_sums"] == 0
         assert (two["peer_sums"] > 0) == (case[2] == "auto" and device == "cuda")

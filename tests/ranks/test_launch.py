@@ -176,6 +176,27 @@ def test_decode_answers_and_says_the_same_on_every_rank(tmp_path: Path, ranks: i
     assert len(done.stdout.split("\n\n")[0].split()) == len(document["outputs"][0]["token_ids"])
 
 
+def test_bench_compares_the_ways_of_summing_on_two_ranks(tmp_path: Path) -> None:
+    out = tmp_path / "bench.json"
+    done = _run(
+        *("bench", "decode", "--model", "random:tiny", "--device", "cpu", "--context", "30"),
+        *("--batch", "2", "--steps", "8", "--sampling", "greedy", "--loop", "async"),
+        *("--compare-all-reduce", "--json", str(out)),
+        ranks=2,
+    )
+    assert done.returncode == 0, done.stderr
+    cells = json.loads(out.read_text())["cells"]
+    assert [(cell["all_reduce"], cell["loop"]) for cell in cells] == [
+        ("auto", "async"),
+        ("nccl", "async"),
+    ]
+    for cell in cells:
+        assert 0 < cell["message_us"]["p50"] <= cell["message_us"]["p99"]
+    header, *rows = done.stdout.split("\n\n")[1].splitlines()
+    assert header.split()[-3:] == ["message", "p99", "all-reduce"]
+    assert [row.split()[-1] for row in rows] == ["auto", "nccl"]
+
+
 def test_a_prompt_that_is_too_long_is_one_error(tmp_path: Path) -> None:
     prompt = " ".join(map(str, range(1, 200)))
     done = _run("decode", "--model", "random:tiny", "--max-seq-len", "64", "--prompt", prompt)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from tp_runtime.device_times import DeviceTimes
 from tp_runtime.launch.__main__ import main
-from tp_runtime.launch.bench_decode import as_text, floor_us
+from tp_runtime.launch.bench_decode import _worst_peer
+from tp_runtime.launch.bench_report import as_text, floor_us
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +42,10 @@ def test_cells_say_where_the_time_of_a_step_goes(
         assert cell["device_us"] > 0
         assert 0 < cell["step_us"] <= cell["step_p99_us"]
         assert 0 <= cell["idle_share"] < 1
+        assert cell["device_us"] <= cell["device_p99_us"]
+        assert cell["idle_p50_us"] <= cell["idle_p99_us"]
         assert cell["host_us"]["plan"] > 0
+        assert cell["message_us"] is None  # there is nobody to send one to
     # 3 layers of 64 wide, 8 + 2 * 4 heads of 16, 96 columns inside, and a head of 512 ids
     layer = 64 * (16 * (2 * 8 + 2 * 4) + 3 * 96)
     assert result["weight_bytes"] == 4 * (3 * layer + 512 * 64)
@@ -52,12 +57,20 @@ def test_cells_say_where_the_time_of_a_step_goes(
     assert json.loads(trace.read_text())["traceEvents"]
 
 
+def test_what_an_older_step_left_is_not_a_time_of_this_one() -> None:
+    ring = np.arange(16, dtype=np.float64).reshape(2, 8)
+    assert _worst_peer(ring, (9, 12), 12) == {"p50": 10.0, "p99": pytest.approx(10.98)}
+    assert _worst_peer(ring, (3, 12), 12) is None
+    assert _worst_peer(ring[:1], (9, 12), 12) is None
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--batch", "0"], "flag --batch='0': expected at least 1"),
         (["--steps", "x"], "flag --steps='x': expected a whole number"),
         (["--context", "30", "--steps", "40"], "flag --context=30: expected more than 40"),
+        (["--loop", "slow"], "invalid choice: 'slow'"),
         (["--sampling", "beam"], "invalid choice: 'beam'"),
     ],
 )

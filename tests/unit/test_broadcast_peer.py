@@ -158,6 +158,20 @@ class Clock:
         return self.now_s
 
 
+@pytest.mark.parametrize("body", [1, "x" * (1 << 20)])
+def test_a_peer_knows_when_each_message_was_sent(
+    spinning: tuple[CpuTpBroadcaster, PeerBroadcaster], body: object
+) -> None:
+    root, peer = spinning
+    assert peer.message_sent_ns == root.message_sent_ns == 0
+    for _ in range(2):
+        before_ns = time.monotonic_ns()
+        root.publish(body)
+        after_ns = time.monotonic_ns()
+        assert peer.receive() == body
+        assert before_ns <= peer.message_sent_ns <= after_ns
+
+
 def test_patience_asks_at_half_time_and_ends_when_nothing_is_heard() -> None:
     clock, asked, heard = Clock(), [], [100.0]
     patience = Patience(
