@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -412,18 +412,29 @@ class Engine:
                 channel.abort(reason)
             elif root is not None:
                 self._stop_peers(root)
-        if root is not None:
-            root.close()
-        if runtime is not None:
-            runtime.runner.close()  # graphs hold collectives of the group
-        if self._watcher is not None:
-            self._watcher.close()
-        if self._group is not None and self._owns_group:
-            self._group.close()
-        if channel is not None:
-            channel.close()
+        # one after the other, also where one fails
+        with ExitStack() as ends:
+            if channel is not None:
+                ends.callback(channel.close)
+            if self._group is not None and self._owns_group:
+                ends.callback(self._end, self._group.close)
+            if self._watcher is not None:
+                ends.callback(self._watcher.close)
+            if runtime is not None:  # before the group, whose collectives its graphs hold
+                ends.callback(self._end, runtime.runner.close)
+            if root is not None:
+                ends.callback(self._end, root.close)
         if root is not None and self._failure is None and reason is None:
             root.check_no_leaks()  # last, so that a leak does not keep anything open
+
+    def _end(self, close: Callable[[], None]) -> None:
+        """Close something. A device that failed fails every call, which hides nothing new."""
+        try:
+            close()
+        except RuntimeError as error:
+            if self._failure is None:
+                raise
+            log.warning("rank %d: while closing after a failure: %s", self._rank, error)
 
     def _stop_peers(self, root: RootLoop) -> None:
         try:

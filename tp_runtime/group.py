@@ -378,7 +378,10 @@ class TpGroup:
                 # in its own thread: after it has ended the kernels, NCCL waits for the graphs that
                 # hold its collectives, and those belong to whoever asks us to fail
                 self._abort = threading.Thread(
-                    target=self._accelerator.abort, name="tp-nccl-abort", daemon=True
+                    target=self._give_up,
+                    args=(self._accelerator,),
+                    name="tp-nccl-abort",
+                    daemon=True,
                 )
                 self._abort.start()
         if self._shared is not None:
@@ -576,6 +579,12 @@ class TpGroup:
             )
         self.fail(cause)
         return cause
+
+    def _give_up(self, accelerator: Collectives) -> None:
+        try:
+            accelerator.abort()
+        except RuntimeError as error:  # why the group failed has been told; this comes on top
+            log.warning("TP rank %d: NCCL did not end in good order: %s", self.rank, error)
 
     def _host_side(
         self, collective: Callable[[torch.Tensor], torch.Tensor], t: torch.Tensor

@@ -256,12 +256,16 @@ def make_nccl(
 
 
 def set_nccl_defaults() -> None:
-    """Leaves NVLink multicast off unless the user asked for it; before NCCL is first used.
+    """How torch and NCCL should behave unless the user asked for else; before NCCL is first used.
 
-    Multicast needs fabric rights that containers often lack, and then start-up fails or hangs.
+    Multicast over NVLink is off: it needs fabric rights that containers often lack, and then the
+    start fails or hangs.
     """
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    # torch's watchdog would end the process at a fault of the device, before the thread that runs
+    # the steps has told the other ranks and raised it
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
 
 
 def _not_formed(info: RankInfo, timeout_s: float, error: Exception | str) -> str:

@@ -230,8 +230,6 @@ def one_shot(
     launches: int32, one per program. CHANNEL: bytes before this channel; it has two halves of RANKS
     slots of SLOT bytes, one for each sender. With NORM a row is one row of `width` numbers.
     """
-    if PDL:
-        gdc_launch_dependents()
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     program = tl.program_id(0)
     index = tl.arange(0, BLOCK)
@@ -246,6 +244,9 @@ def one_shot(
         w0, w1, w2, w3 = _load(weight_ptr.to(tl.int64) + index.to(tl.int64) * 16, inside)
     if PDL:
         gdc_wait()
+        # not earlier: programs of the next kernel would take their places beside those of the
+        # product before this sum, where there is room, and be spread unevenly for all their time
+        gdc_launch_dependents()
     launch = tl.load(launches_ptr + program, cache_modifier=".cg")
     x0, x1, x2, x3 = _load(x_ptr.to(tl.int64) + at, inside)
     x0, x1, x2, x3 = _unmarked(x0), _unmarked(x1), _unmarked(x2), _unmarked(x3)
