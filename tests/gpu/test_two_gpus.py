@@ -189,7 +189,7 @@ def check_survivor(how: str, victim: int, all_reduce: str, folder: Path, device:
     results = run_ranks(
         fail_in_decode,
         2,
-        120,
+        60,
         args=(how, victim, all_reduce, str(folder), device),
         expect_exit={} if how == "fault" else {victim: -signal.SIGKILL},
     )
