@@ -87,7 +87,10 @@ def transformers_steps(batches: list[int]) -> list[dict[str, Any]]:
         short_s, long_s = (min(run(tokens) for _ in range(2)) for tokens in _RIVAL_TOKENS)
         step_us = (long_s - short_s) / (_RIVAL_TOKENS[1] - _RIVAL_TOKENS[0]) * 1e6
         cells.append({"batch": batch, "step_us": step_us, "warm_up_s": warm_s})
-        print(f"transformers {transformers.__version__}, batch {batch}: {step_us / 1e3:.2f} ms")
+        print(
+            f"transformers {transformers.__version__}, batch {batch}: {step_us / 1e3:.2f} ms "
+            f"(warm-up {warm_s:.0f} s)"
+        )
     return cells
 
 
@@ -106,6 +109,7 @@ def main() -> None:
         args.json.write_text(json.dumps(transformers_steps(batches)))
         return
     result = ours(batches, args.steps, args.more or ["--enable-dynamic-decode-backend"])
+    args.json.write_text(json.dumps(result, indent=2) + "\n")
     if not args.no_transformers:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "rival.json"
@@ -115,7 +119,7 @@ def main() -> None:
             # a process of its own: its memory is gone when it ends
             subprocess.run(command, check=True, timeout=_TIME_LIMIT_S)
             result["transformers"] = json.loads(file.read_text())
-    args.json.write_text(json.dumps(result, indent=2) + "\n")
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {args.json}")
 
 

@@ -59,7 +59,7 @@ class DecodeBench:
     steps: int
     samplings: tuple[str, ...]
     loops: tuple[str, ...] = LOOPS
-    ways: tuple[str, ...] = ("nccl",)
+    ways: tuple[str, ...] = ("auto",)
     trace: str | None = None
 
     def run(self, progress: Progress, interrupts: Interrupts) -> dict[str, Any] | None:
@@ -96,7 +96,9 @@ class DecodeBench:
             ).model
             for way in self.ways:
                 found = self._way(way, group, model, progress, interrupts)
-                result = {**found, "cells": [*result.get("cells", ()), *found["cells"]]}
+                cells = [*result.get("cells", ()), *found["cells"]]
+                sums = {**result.get("sums", {}), way: group.reduce_plan.to_message()}
+                result = {**found, "cells": cells, "sums": sums}
         return result if info.tp_rank == 0 else None
 
     def _way(
@@ -172,7 +174,8 @@ class DecodeBench:
             "step_us": statistics.median(steps_us),
             "step_p99_us": _p99(steps_us),
             "device_us": statistics.median(span.busy_us for span in spans),
-            "device_p99_us": _p99([span.busy_us for span in spans]),
+            "device_step_us": statistics.median(span.busy_us + span.idle_us for span in spans),
+            "device_step_p99_us": _p99([span.busy_us + span.idle_us for span in spans]),
             "idle_share": idle_us / (busy_us + idle_us),
             "idle_p50_us": statistics.median(span.idle_us for span in spans),
             "idle_p99_us": _p99([span.idle_us for span in spans]),

@@ -39,13 +39,14 @@ def as_text(result: Mapping[str, Any]) -> str:
                 f"{cell['step_us'] / 1e3:.2f}",
                 f"{100 * floor / cell['step_us']:.0f} %",
                 f"{cell['step_p99_us'] / cell['step_us']:.2f}",
+                f"{cell['device_step_p99_us'] / cell['device_step_us']:.2f}",
                 f"{100 * cell['idle_share']:.1f} %",
                 *("-" if host[phase] is None else f"{host[phase]:.0f}" for phase in phases),
                 *(_of_ranks(cell) if result["tp_size"] > 1 else ()),
             )
         )
     header = (
-        "batch", "sampling", "loop", "floor ms", "step ms", "share", "p99/p50", "idle",
+        "batch", "sampling", "loop", "floor ms", "step ms", "share", "p99/p50", "device", "idle",
         "plan us", "publish", "prepare", "launch", "harvest",
         *(("message", "p99", "all-reduce") if result["tp_size"] > 1 else ()),
     )  # fmt: skip

@@ -126,10 +126,9 @@ class RuntimeConfig:
         (), help="decode attention backends never to use"
     )
     all_reduce: str = setting(
-        "nccl",
-        help="how GPUs sum over ranks: NCCL, or small sums through memory that they map from each "
-        "other, if that works when tried at the start, and NCCL for the rest (auto; new, and not "
-        "measured on several GPUs yet)",
+        "auto",
+        help="how GPUs sum over ranks: small sums through memory that they map from each other, if "
+        "that works when tried at the start, and NCCL for the rest (auto), or NCCL alone",
         choices=("auto", "nccl"),
     )
     async_decode: bool = setting(

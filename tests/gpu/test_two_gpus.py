@@ -150,7 +150,7 @@ def fail_in_decode(
             if plan.kind is StepKind.DECODE and plan.step > 20 and not moment.exists():
                 moment.write_text(str(time.monotonic()))
                 if how == "fault":
-                    beyond = torch.full((1,), 1 << 40, device=device)
+                    beyond = torch.full((1,), 99, device=device)
                     torch.zeros(1, device=device).index_select(0, beyond)
                 else:
                     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)

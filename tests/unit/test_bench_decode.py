@@ -42,7 +42,7 @@ def test_cells_say_where_the_time_of_a_step_goes(
         assert cell["device_us"] > 0
         assert 0 < cell["step_us"] <= cell["step_p99_us"]
         assert 0 <= cell["idle_share"] < 1
-        assert cell["device_us"] <= cell["device_p99_us"]
+        assert cell["device_us"] <= cell["device_step_us"] <= cell["device_step_p99_us"]
         assert cell["idle_p50_us"] <= cell["idle_p99_us"]
         assert cell["host_us"]["plan"] > 0
         assert cell["message_us"] is None  # there is nobody to send one to
