@@ -332,8 +332,10 @@ class RootLoop:
 
     def _harvest_step(self, ran: Ran) -> None:
         with self._times.measure(ran.snapshot.step, Phase.HARVEST):
+            lease = ran.lease
             try:
-                tokens = [] if ran.lease is None else cast("list[int]", ran.lease.read())
+                # asked while the device is behind, too: it may wait for a peer that is gone
+                tokens = [] if lease is None else cast("list[int]", lease.read(self._check))
                 self._check()
                 self._harvest.run(ran.snapshot, tokens)
             except HarvestError:

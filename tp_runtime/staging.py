@@ -18,7 +18,7 @@ import torch
 from tp_runtime.errors import DeadlineExceeded, TpRuntimeError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -93,15 +93,18 @@ class StagingLease:
             buffer.event.record(stream or torch.cuda.current_stream(self._ring.device))
             buffer.recorded = True
 
-    def read(self) -> list[int] | list[float]:
+    def read(self, check: Callable[[], None] = lambda: None) -> list[int] | list[float]:
         """Wait for the copy that `StagingRing.stage` enqueued, give the buffer back, return values.
+
+        Args:
+            check: asked while waiting; what it raises ends the wait.
 
         Raises:
             DeadlineExceeded: the device did not get there in time. The buffer stays out.
             TpRuntimeError: released already.
         """
         buffer = self._held()
-        self._ring._wait_for_copy(buffer)
+        self._ring._wait_for_copy(buffer, check)
         values: list[int] | list[float] = buffer.host[: self._rows].tolist()
         self.release()
         return values
@@ -239,12 +242,13 @@ class StagingRing:
             lease.hand_over()
         return lease
 
-    def _wait_for_copy(self, buffer: _Buffer) -> None:
+    def _wait_for_copy(self, buffer: _Buffer, check: Callable[[], None]) -> None:
         """Poll the event, but sleep first through most of what the last waits had in common: each
         poll takes the interpreter from the thread that drives the steps."""
         started = time.monotonic()
         pause_s = _SURE_SHARE * min(self._last_waits_s)
         while not buffer.passed():
+            check()
             if time.monotonic() - started > self.timeout_s:
                 raise DeadlineExceeded(
                     f"{self.name}: a copy to the host is not done after "

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tp_runtime.errors import DeadlineExceeded, TpRuntimeError
+from tp_runtime.errors import DeadlineExceeded, PeerLost, TpRuntimeError
 from tp_runtime.staging import StagingLease, StagingRing, _Buffer
 
 CPU = torch.device("cpu")
@@ -133,6 +133,18 @@ def test_a_read_waits_for_the_event_and_gives_up_at_its_deadline() -> None:
     assert ring.statistics().in_use == 1
     event.done = True
     assert lease.read() == [1, 2]
+
+
+def test_a_read_ends_with_what_is_known_to_have_gone_wrong() -> None:
+    ring = make(1)
+    lease = ring.stage(torch.tensor([1, 2]))
+    pend(lease)
+
+    def check() -> None:
+        raise PeerLost("rank 1 is gone", rank=1, reason="killed")
+
+    with pytest.raises(PeerLost):
+        lease.read(check)
 
 
 @pytest.mark.parametrize(
