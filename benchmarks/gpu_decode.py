@@ -43,8 +43,8 @@ def ours(batches: list[int], steps: int, more: list[str]) -> dict[str, Any]:
     return result
 
 
-def transformers_steps(batches: list[int]) -> list[dict[str, Any]]:
-    """Microseconds of a step of transformers' generate, for each batch."""
+def transformers_steps(batches: list[int], file: Path) -> None:
+    """Microseconds of a step of transformers' generate; written to the file after each batch."""
     import torch
     import transformers
 
@@ -91,7 +91,7 @@ def transformers_steps(batches: list[int]) -> list[dict[str, Any]]:
             f"transformers {transformers.__version__}, batch {batch}: {step_us / 1e3:.2f} ms "
             f"(warm-up {warm_s:.0f} s)"
         )
-    return cells
+        file.write_text(json.dumps(cells))
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def main() -> None:
     args = parser.parse_args()
     batches = args.batch or [1, 8, 32]
     if args.rival_only:
-        args.json.write_text(json.dumps(transformers_steps(batches)))
+        transformers_steps(batches, args.json)
         return
     result = ours(batches, args.steps, args.more or ["--enable-dynamic-decode-backend"])
     args.json.write_text(json.dumps(result, indent=2) + "\n")
@@ -116,10 +116,13 @@ def main() -> None:
             command = [sys.executable, __file__, "--rival-only", "--json", str(file)]
             for batch in args.rival_batch or batches:
                 command += ["--batch", str(batch)]
-            # a process of its own: its memory is gone when it ends
-            subprocess.run(command, check=True, timeout=_TIME_LIMIT_S)
-            result["transformers"] = json.loads(file.read_text())
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+            try:
+                # a process of its own: its memory is gone when it ends
+                subprocess.run(command, check=True, timeout=_TIME_LIMIT_S)
+            finally:
+                if file.exists():  # what it measured before it failed counts as well
+                    result["transformers"] = json.loads(file.read_text())
+                    args.json.write_text(json.dumps(result, indent=2) + "\n")
     print(f"written to {args.json}")
 
 

@@ -182,6 +182,10 @@ def fail_in_decode(
         os.kill(pids[victim], signal.SIGKILL)
     engine.close()
     closed_s = time.monotonic() - float(moment.read_text())
+    if rank == victim:
+        # torch may abort a process whose device is at fault when that ends, which is not ours
+        Path(folder, "told").write_text(message)
+        os.kill(os.getpid(), signal.SIGKILL)
     return seen | {"seen_s": seen_s, "closed_s": closed_s, "message": message}
 
 
@@ -191,7 +195,7 @@ def check_survivor(how: str, victim: int, all_reduce: str, folder: Path, device:
         2,
         60,
         args=(how, victim, all_reduce, str(folder), device),
-        expect_exit={} if how == "fault" else {victim: -signal.SIGKILL},
+        expect_exit={victim: -signal.SIGKILL},
     )
     survivor = results[1 - victim]
     print(how, victim, all_reduce, results)
@@ -201,7 +205,7 @@ def check_survivor(how: str, victim: int, all_reduce: str, folder: Path, device:
         assert (survivor["kind"], survivor["rank"]) == ("PeerLost", victim)
     elif how == "fault":
         assert "CUDA" in survivor["message"]
-        assert "CUDA" in results[victim]["message"]
+        assert "CUDA" in (folder / "told").read_text()
 
 
 @two_gpus
