@@ -8,6 +8,7 @@ wait of the host is bounded, and a rank that has ended is named at once.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
@@ -49,6 +50,7 @@ _POLLS_BEFORE_SLEEP = 200
 _POLL_S = 0.0001
 _TRIAL_S = 30.0  # for the first sums; ranks compile the kernel at different speeds
 _ABORT_S = 10.0  # for NCCL to give up, once the graphs that hold its collectives are gone
+_START_S = 0.1  # for a collective that is being started, which takes microseconds
 _DEATH_SHOWS_S = 0.2  # from the reset of a dead peer's socket to the end of its process
 
 
@@ -114,6 +116,7 @@ class TpGroup:
         self._device_count = 0
         self._peer_count = 0
         self._gloo_count = 0
+        self._starting = threading.Lock()
         self._abort: threading.Thread | None = None
         self._watch: PeerWatch | None = None
         self._shared: SharedReduce | None = None
@@ -508,10 +511,13 @@ class TpGroup:
                 )
             self._device_count += 1
             try:
-                # Makes the current stream wait, not the host; may be captured in a graph.
-                work = start(self._accelerator)
-                if work is not None:  # nothing to wait for on the current stream itself
-                    work.wait()
+                with self._starting:
+                    if self._failure is not None:
+                        raise self._failure
+                    # Makes the current stream wait, not the host; may be captured in a graph.
+                    work = start(self._accelerator)
+                    if work is not None:  # nothing to wait for on the current stream itself
+                        work.wait()
             except RuntimeError as error:
                 self._raise_explained(error)
             return
@@ -581,6 +587,13 @@ class TpGroup:
         return cause
 
     def _give_up(self, accelerator: Collectives) -> None:
+        # an aborted group's end waits for a thread of torch that asks rank 0, which may be stopped
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(accelerator))
+        # NCCL holds a lock of torch's while it waits for graphs to go: who was about to start a
+        # collective would wait for that lock, and never come to destroy them. After this nobody is:
+        # the failure is set.
+        if self._starting.acquire(timeout=_START_S):
+            self._starting.release()
         try:
             accelerator.abort()
         except RuntimeError as error:  # why the group failed has been told; this comes on top

@@ -111,6 +111,35 @@ def test_a_failure_aborts_nccl_once_and_waits_for_nothing() -> None:
     assert nccl.calls == ["abort", "aborted"]
 
 
+def test_nccl_is_aborted_only_after_a_collective_that_is_being_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tp_runtime.group._START_S", 30.0)
+    nccl = FakeNccl()
+    nccl.graphs_gone.set()
+    group = group_on(nccl, owned=True)
+    begun, aborting = threading.Event(), threading.Event()
+
+    def start(_: object) -> None:
+        nccl.calls.append("start")
+        begun.set()
+        assert not aborting.wait(0.02)
+        nccl.calls.append("started")
+
+    nccl.abort = aborting.set  # type: ignore[method-assign]
+    device = torch.empty(1, device="meta")
+    worker = threading.Thread(target=group._run, args=(device, start))
+    worker.start()
+    assert begun.wait(10)
+    group.fail(BroadcastError("rank 1 said stop"))
+    worker.join()
+    assert aborting.wait(10)
+    with pytest.raises(BroadcastError, match="rank 1 said stop"):
+        group._run(device, start)
+    assert nccl.calls == ["start", "started"]
+    group.close()
+
+
 def test_an_abort_that_never_ends_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
