@@ -176,6 +176,7 @@ def test_decode_answers_and_says_the_same_on_every_rank(tmp_path: Path, ranks: i
     assert len(done.stdout.split("\n\n")[0].split()) == len(document["outputs"][0]["token_ids"])
 
 
+@pytest.mark.long
 def test_bench_compares_the_ways_of_summing_on_two_ranks(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     done = _run(
