@@ -7,32 +7,28 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from tp_runtime.ranks import TORCHRUN_VARIABLES
+from tests.commands import ENV, ROOT, TORCHRUN
+from tests.strikes import strike_before
 
-ROOT = Path(__file__).resolve().parents[1]
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def serve_again(folder: Path, device: str) -> dict[str, Any]:
     """What `decode --json` writes after torchrun has started all ranks a second time."""
     out = folder / "out.json"
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in TORCHRUN_VARIABLES and not name.startswith("TP_RUNTIME_")
-    }
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "2", "--max-restarts", "1", "-m", "tests.restarts"),
+            *(*TORCHRUN, "2", "--max-restarts", "1", "-m", "tests.restarts"),
             *("decode", "--model", "random:tiny", "--device", device, "--prompt", "1 2 3"),
             *("--max-tokens", "40", "--ignore-eos", "--decode-buckets", "1"),
             *("--enable-dynamic-decode-backend", "--json", str(out)),
         ],
         cwd=ROOT,
-        env=env | {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": str(ROOT)},
+        env=ENV | {"XDG_CACHE_HOME": str(folder)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -52,20 +48,13 @@ def main() -> int:
     from tp_runtime.launch.__main__ import main as command
     from tp_runtime.ranks import RankInfo
     from tp_runtime.step_plan import StepKind
-    from tp_runtime.step_runner import StepRunner
 
     info = RankInfo.from_env()
     # other tests on this machine may disturb what is measured, which is not what this is about
     setattr(planning, "disturbed", lambda plan: False)
     if info.tp_rank == 1 and info.restart_count == 0:
-        run = StepRunner.run
-
-        def dying(self: Any, plan: Any) -> Any:
-            if plan.kind is StepKind.DECODE and plan.step > 10:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return run(self, plan)
-
-        setattr(StepRunner, "run", dying)
+        die = partial(os.kill, os.getpid(), signal.SIGKILL)
+        strike_before(StepKind.DECODE, die, after_step=10)
     return command(sys.argv[1:])
 
 

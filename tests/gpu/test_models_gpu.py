@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from tests.shrunk import VOCAB, shrunk_config
+from tests.shrunk import VOCAB, save_shrunk
 from tp_runtime import Engine, RuntimeConfig, SamplingParams, TpGroup
-from tp_runtime.models.convert import huggingface_config, tensor_shapes
 from tp_runtime.models.loading import load_model
-from tp_runtime.models.random_weights import RandomWeights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,14 +27,9 @@ TOKENS = 40
 @pytest.mark.parametrize("name", ["llama-3-8b", "qwen3-8b", "qwen2.5-7b"])
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    save_file = pytest.importorskip("safetensors.torch").save_file
-    full = shrunk_config(name)
-    config = shrunk_config(name, hidden_size=full.num_heads * full.head_dim)
+    pytest.importorskip("safetensors")
     device = torch.device("cuda", 0)
-    source = RandomWeights(config, seed=5, device=torch.device("cpu"))
-    tensors = {key: source.read(key, shape) for key, shape in tensor_shapes(config)}
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "config.json").write_text(json.dumps(huggingface_config(config)))
+    save_shrunk(name, tmp_path)
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         str(tmp_path), dtype=torch.float32, local_files_only=True
     )

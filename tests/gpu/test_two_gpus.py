@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import signal
@@ -15,7 +14,8 @@ import pytest
 import torch
 
 from tests.restarts import serve_again
-from tests.shrunk import VOCAB, shrunk_config
+from tests.shrunk import VOCAB, save_shrunk
+from tests.strikes import strike_before
 from tests.tokens import Reference, count_ties
 from tp_runtime.testing import run_ranks
 
@@ -30,21 +30,6 @@ CASES = tuple(itertools.product((True, False), (True, False), ("nccl", "auto")))
 def prompts() -> list[list[int]]:
     rng = random.Random(6)
     return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 100))] for _ in range(PROMPTS)]
-
-
-def save_model(folder: Path) -> None:
-    """A random model of four layers, as Hugging Face stores it."""
-    from safetensors.torch import save_file
-
-    from tp_runtime.models.convert import huggingface_config, tensor_shapes
-    from tp_runtime.models.random_weights import RandomWeights
-
-    full = shrunk_config("llama-3-8b")
-    config = shrunk_config("llama-3-8b", hidden_size=full.num_heads * full.head_dim)
-    source = RandomWeights(config, seed=5, device=torch.device("cpu"))
-    tensors = {key: source.read(key, shape) for key, shape in tensor_shapes(config)}
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(huggingface_config(config)))
 
 
 def decode(folder: str, device: str) -> list[dict[str, Any]]:
@@ -112,7 +97,7 @@ def references(folder: Path, streams: list[list[int]], device: str) -> list[Refe
 
 
 def check_tokens(folder: Path, device: str) -> None:
-    save_model(folder)
+    save_shrunk("llama-3-8b", folder)
     env = {"XDG_CACHE_HOME": str(folder)}
     alone = run_ranks(decode, 1, 300, args=(str(folder), device), env=env)[0]
     both = run_ranks(decode, 2, 400, args=(str(folder), device), env=env)
@@ -139,24 +124,22 @@ def fail_in_decode(
     from tp_runtime import Engine, RankInfo, RuntimeConfig, SamplingParams
     from tp_runtime.errors import TpRuntimeError
     from tp_runtime.step_plan import StepKind
-    from tp_runtime.step_runner import StepRunner
 
     rank = RankInfo.from_env().tp_rank
     moment = Path(folder, "moment")
     if rank == victim:
-        run = StepRunner.run
 
-        def failing(self: Any, plan: Any) -> Any:
-            if plan.kind is StepKind.DECODE and plan.step > 20 and not moment.exists():
-                moment.write_text(str(time.monotonic()))
-                if how == "fault":
-                    beyond = torch.full((1,), 99, device=device)
-                    torch.zeros(1, device=device).index_select(0, beyond)
-                else:
-                    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
-            return run(self, plan)
+        def fail() -> None:
+            if moment.exists():
+                return
+            moment.write_text(str(time.monotonic()))
+            if how == "fault":
+                beyond = torch.full((1,), 99, device=device)
+                torch.zeros(1, device=device).index_select(0, beyond)
+            else:
+                os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
-        setattr(StepRunner, "run", failing)
+        strike_before(StepKind.DECODE, fail, after_step=20)
     config = RuntimeConfig(
         model="random:tiny",
         device=device,

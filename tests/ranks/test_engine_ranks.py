@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.shrunk import shrunk_model
+from tests.strikes import strike_before
 from tp_runtime.testing import run_ranks
 
 if TYPE_CHECKING:
@@ -190,16 +192,10 @@ def die(where: str, victim: int) -> dict[str, Any]:
             setattr(TpGroup, "create", suicide)
         elif where == "capture":
             setattr(StepRunner, "capture", suicide)
+        elif where == "prefill":
+            strike_before(StepKind.PREFILL, suicide)
         else:
-            run = StepRunner.run
-            kind = StepKind.PREFILL if where == "prefill" else StepKind.DECODE
-
-            def dying(self: Any, plan: Any) -> Any:
-                if plan.kind is kind and (kind is StepKind.PREFILL or plan.step > 10):
-                    suicide()
-                return run(self, plan)
-
-            setattr(StepRunner, "run", dying)
+            strike_before(StepKind.DECODE, suicide, after_step=10)
     began = time.monotonic()
     engine = Engine(RuntimeConfig(model="random:tiny", device="cpu", max_batch_size=2))
     try:
@@ -275,17 +271,10 @@ def stop_in_decode() -> dict[str, Any]:
     from tp_runtime import Engine, RankInfo, RuntimeConfig, SamplingParams
     from tp_runtime.errors import DeadlineExceeded
     from tp_runtime.step_plan import StepKind
-    from tp_runtime.step_runner import StepRunner
 
     if RankInfo.from_env().tp_rank == 1:
-        run = StepRunner.run
-
-        def stopping(self: Any, plan: Any) -> Any:
-            if plan.kind is StepKind.DECODE and plan.step > 10:
-                os.kill(os.getpid(), signal.SIGSTOP)
-            return run(self, plan)
-
-        setattr(StepRunner, "run", stopping)
+        stop = functools.partial(os.kill, os.getpid(), signal.SIGSTOP)
+        strike_before(StepKind.DECODE, stop, after_step=10)
     config = RuntimeConfig(
         model="random:tiny", device="cpu", max_batch_size=1, broadcast_timeout_s=2.0
     )

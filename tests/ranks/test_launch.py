@@ -11,17 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import ENV, ROOT, TORCHRUN
 from tests.restarts import serve_again
 from tp_runtime.launch.__main__ import main
-from tp_runtime.ranks import TORCHRUN_VARIABLES
 
-ROOT = Path(__file__).resolve().parents[2]
-ENV = {
-    name: value
-    for name, value in os.environ.items()
-    if name not in TORCHRUN_VARIABLES and not name.startswith("TP_RUNTIME_")
-} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 PROMPT = ("--model", "random:tiny", "--prompt", "1 2 3")
 
 
