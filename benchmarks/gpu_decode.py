@@ -43,8 +43,8 @@ def ours(batches: list[int], steps: int, more: list[str]) -> dict[str, Any]:
     return result
 
 
-def transformers_steps(batches: list[int], file: Path) -> None:
-    """Microseconds of a step of transformers' generate; written to the file after each batch."""
+def transformers_step(batch: int) -> dict[str, Any]:
+    """A step of transformers' generate, in microseconds, and how long it took to get there."""
     import torch
     import transformers
 
@@ -56,42 +56,54 @@ def transformers_steps(batches: list[int], file: Path) -> None:
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    cells = []
-    for batch in batches:
-        length = CONTEXT_TOKENS - _RIVAL_TOKENS[1] // 2
-        prompt = torch.randint(0, config.vocab_size, (batch, length), device="cuda")
-        mask = torch.ones_like(prompt)
+    length = CONTEXT_TOKENS - _RIVAL_TOKENS[1] // 2
+    prompt = torch.randint(0, config.vocab_size, (batch, length), device="cuda")
+    mask = torch.ones_like(prompt)
 
-        def run(tokens: int, prompt: Any = prompt, mask: Any = mask) -> float:
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            model.generate(
-                prompt,
-                attention_mask=mask,
-                min_new_tokens=tokens,
-                max_new_tokens=tokens,
-                do_sample=True,
-                top_k=0,
-                temperature=0.8,
-                cache_implementation="static",
-                pad_token_id=0,
-            )
-            torch.cuda.synchronize()
-            return time.perf_counter() - started
-
+    def run(tokens: int) -> float:
+        torch.cuda.synchronize()
         started = time.perf_counter()
-        # the cache is as long as the longest answer: the longer one first, so that it is kept
-        run(_RIVAL_TOKENS[1])
-        run(_RIVAL_TOKENS[1])
-        warm_s = time.perf_counter() - started
-        short_s, long_s = (min(run(tokens) for _ in range(2)) for tokens in _RIVAL_TOKENS)
-        step_us = (long_s - short_s) / (_RIVAL_TOKENS[1] - _RIVAL_TOKENS[0]) * 1e6
-        cells.append({"batch": batch, "step_us": step_us, "warm_up_s": warm_s})
-        print(
-            f"transformers {transformers.__version__}, batch {batch}: {step_us / 1e3:.2f} ms "
-            f"(warm-up {warm_s:.0f} s)"
+        model.generate(
+            prompt,
+            attention_mask=mask,
+            min_new_tokens=tokens,
+            max_new_tokens=tokens,
+            do_sample=True,
+            top_k=0,
+            temperature=0.8,
+            cache_implementation="static",
+            pad_token_id=0,
         )
-        file.write_text(json.dumps(cells))
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    started = time.perf_counter()
+    # the cache is as long as the longest answer: the longer one first, so that it is kept
+    run(_RIVAL_TOKENS[1])
+    run(_RIVAL_TOKENS[1])
+    warm_s = time.perf_counter() - started
+    short_s, long_s = (min(run(tokens) for _ in range(2)) for tokens in _RIVAL_TOKENS)
+    return {
+        "batch": batch,
+        "step_us": (long_s - short_s) / (_RIVAL_TOKENS[1] - _RIVAL_TOKENS[0]) * 1e6,
+        "warm_up_s": warm_s,
+        "transformers": transformers.__version__,
+    }
+
+
+def rival(batch: int) -> dict[str, Any]:
+    """`transformers_step` in a process of its own: what it compiles for one batch is for that one
+    alone, as compiled code takes a second size for a reason to be general, and slower."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rival.json"
+        command = [sys.executable, __file__, "--rival-only", str(batch), "--json", str(file)]
+        subprocess.run(command, check=True, timeout=_TIME_LIMIT_S)
+        cell: dict[str, Any] = json.loads(file.read_text())
+    print(
+        f"transformers {cell['transformers']}, batch {batch}: {cell['step_us'] / 1e3:.2f} ms "
+        f"(warm-up {cell['warm_up_s']:.0f} s)"
+    )
+    return cell
 
 
 def main() -> None:
@@ -100,29 +112,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu_decode.json")
     parser.add_argument("--no-transformers", action="store_true")
-    parser.add_argument("--rival-batch", type=int, action="append", help="default: as --batch")
-    parser.add_argument("--rival-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rival-only", type=int, metavar="BATCH", help=argparse.SUPPRESS)
     parser.add_argument("more", nargs="*", help="flags of bench decode, after --")
     args = parser.parse_args()
-    batches = args.batch or [1, 8, 32]
     if args.rival_only:
-        transformers_steps(batches, args.json)
+        args.json.write_text(json.dumps(transformers_step(args.rival_only)))
         return
+    batches = args.batch or [1, 8, 32]
     result = ours(batches, args.steps, args.more or ["--enable-dynamic-decode-backend"])
+    result["transformers"] = []
     args.json.write_text(json.dumps(result, indent=2) + "\n")
-    if not args.no_transformers:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "rival.json"
-            command = [sys.executable, __file__, "--rival-only", "--json", str(file)]
-            for batch in args.rival_batch or batches:
-                command += ["--batch", str(batch)]
-            try:
-                # a process of its own: its memory is gone when it ends
-                subprocess.run(command, check=True, timeout=_TIME_LIMIT_S)
-            finally:
-                if file.exists():  # what it measured before it failed counts as well
-                    result["transformers"] = json.loads(file.read_text())
-                    args.json.write_text(json.dumps(result, indent=2) + "\n")
+    for batch in [] if args.no_transformers else batches:
+        result["transformers"].append(rival(batch))
+        args.json.write_text(json.dumps(result, indent=2) + "\n")  # kept if the next one fails
     print(f"written to {args.json}")
 
 
