@@ -8,29 +8,28 @@ wait of the host is bounded, and a rank that has ended is named at once.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import threading
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Self, cast
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
 
 from tp_runtime.cpu_threads import cpu_threads_per_rank, requested_threads
+from tp_runtime.device_collectives import DeviceCollectives
 from tp_runtime.errors import ChannelClosed, DeadlineExceeded, PeerLost, TpGroupError
 from tp_runtime.liveness import PeerWatch, watch_peers
-from tp_runtime.ops.peer_reduce import WORKSPACE_MARK, PeerReduce, workspace_bytes
-from tp_runtime.peer_memory import PeerMemory
 from tp_runtime.process_group import (
     await_ranks,
     connect_store,
     make_gloo,
     make_nccl,
     set_nccl_defaults,
+    start_all_gather,
+    start_all_reduce,
+    start_broadcast,
 )
 from tp_runtime.reduce_plan import NO_PEER_REDUCE, ReducePlan
 from tp_runtime.shared_reduce import REDUCED_DTYPES, SharedReduce, SharedReduceStatistics
@@ -38,6 +37,9 @@ from tp_runtime.shared_reduce import REDUCED_DTYPES, SharedReduce, SharedReduceS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch.distributed as dist
+
+    from tp_runtime.ops.peer_reduce import PeerReduce
     from tp_runtime.process_group import Collectives
     from tp_runtime.ranks import RankInfo
 
@@ -48,9 +50,6 @@ __all__ = ["GroupStatistics", "TpGroup", "cpu_threads_per_rank"]
 
 _POLLS_BEFORE_SLEEP = 200
 _POLL_S = 0.0001
-_TRIAL_S = 30.0  # for the first sums; ranks compile the kernel at different speeds
-_ABORT_S = 10.0  # for NCCL to give up, once the graphs that hold its collectives are gone
-_START_S = 0.1  # for a collective that is being started, which takes microseconds
 _DEATH_SHOWS_S = 0.2  # from the reset of a dead peer's socket to the end of its process
 
 
@@ -101,32 +100,24 @@ class TpGroup:
         self.device = device
         self._timeout_s = timeout_s
         self._cpu = cpu
-        self._accelerator = accelerator
         self._owned = owned
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._closed = False
-        # NCCL then works on the current stream, with no second stream and events between.
-        self._reduce_options = dist.AllreduceOptions()
-        self._gather_options = AllgatherOptions()
-        self._broadcast_options = dist.BroadcastOptions()
-        self._broadcast_options.rootRank = 0
-        for options in (self._reduce_options, self._gather_options, self._broadcast_options):
-            options.asyncOp = False
-        self._device_count = 0
-        self._peer_count = 0
         self._gloo_count = 0
-        self._starting = threading.Lock()
-        self._abort: threading.Thread | None = None
         self._watch: PeerWatch | None = None
         self._shared: SharedReduce | None = None
-        self._peer_memory: PeerMemory | None = None
-        self._peer: PeerReduce | None = None
-        self._reduce_plan = NO_PEER_REDUCE
+        self._on_device: DeviceCollectives | None = None
+        if accelerator is not None:
+            self._on_device = DeviceCollectives(
+                accelerator, rank=rank, device=device, owned=owned, explained=self._explained
+            )
         if size > 1:
             self._watch = watch_peers(self._exchange, rank=rank)
-            if device.type == "cuda" and self._watch is not None:
-                self._open_peer_memory(wanted=peer_memory)
+            if self._on_device is not None and self._watch is not None:
+                self._on_device.open_peer_memory(
+                    self._exchange, size=size, timeout_s=timeout_s, wanted=peer_memory
+                )
             if shared_memory and self._watch is not None:
                 self._shared = SharedReduce.open(
                     self._exchange, rank=rank, size=size, timeout_s=timeout_s, watch=self._watch
@@ -244,15 +235,10 @@ class TpGroup:
             return shared.all_reduce(t) if t.numel() else t
         if not t.numel():
             return t
-        if self._peer is not None and t.is_cuda:
-            program_bytes = self._reduce_plan.for_bytes(t.nbytes)
-            if program_bytes and self._peer.takes(t):
-                self.raise_if_failed()
-                self._device_count += 1
-                self._peer_count += 1
-                return self._peer.all_reduce(t, program_bytes=program_bytes)
+        if t.device.type != "cpu":
+            return self._on_device_of(t).all_reduce(t)
         dense = t.contiguous()
-        self._run(dense, lambda pg: pg.allreduce([dense], self._reduce_options))
+        self._run_gloo(lambda pg: start_all_reduce(pg, dense))
         return t if dense is t else t.copy_(dense)
 
     def all_reduce_norm(
@@ -272,18 +258,10 @@ class TpGroup:
         Raises:
             PeerLost, DeadlineExceeded, TpGroupError: as :meth:`all_reduce`.
         """
-        peer = self._peer
-        if (
-            peer is not None
-            and t.is_cuda
-            and self._reduce_plan.for_bytes(t.nbytes)
-            and peer.takes_rows(t)
-            and weight.dtype == t.dtype
-        ):
-            self.raise_if_failed()
-            self._device_count += 1
-            self._peer_count += 1
-            return peer.all_reduce_norm(t, weight, eps)
+        if self._on_device is not None and t.device.type != "cpu":
+            both = self._on_device_of(t).all_reduce_norm(t, weight, eps)
+            if both is not None:
+                return both
         return self.all_reduce(t), None
 
     def all_gather(self, t: torch.Tensor) -> torch.Tensor:
@@ -297,12 +275,12 @@ class TpGroup:
         out = t.new_empty((self.size, *t.shape))
         if not t.numel():
             return out
-        if self._shared is not None and t.device.type == "cpu":
+        if t.device.type != "cpu":
+            return self._on_device_of(t).all_gather(t, out)
+        if self._shared is not None:
             return self._shared.all_gather(t, out)
-        dense = t.contiguous()
-        self._run(
-            dense, lambda pg: pg._allgather_base(out.view(-1), dense.view(-1), self._gather_options)
-        )
+        dense = t.contiguous().view(-1)
+        self._run_gloo(lambda pg: start_all_gather(pg, out.view(-1), dense))
         return out
 
     def broadcast(self, t: torch.Tensor) -> torch.Tensor:
@@ -313,10 +291,12 @@ class TpGroup:
         """
         if self.size == 1 or not t.numel():
             return t
-        if self._shared is not None and t.device.type == "cpu":
+        if t.device.type != "cpu":
+            return self._on_device_of(t).broadcast(t)
+        if self._shared is not None:
             return self._shared.broadcast(t)
         dense = t.contiguous()
-        self._run(dense, lambda pg: pg.broadcast([dense], self._broadcast_options))
+        self._run_gloo(lambda pg: start_broadcast(pg, dense))
         return t if dense is t else t.copy_(dense)
 
     def barrier(self) -> None:
@@ -364,8 +344,8 @@ class TpGroup:
         self._timeout_s = timeout_s
         if self._shared is not None:
             self._shared.set_timeout(timeout_s)
-        if self._peer is not None:
-            self._peer.set_timeout(timeout_s)
+        if self._on_device is not None:
+            self._on_device.set_timeout(timeout_s)
 
     def fail(self, cause: Exception) -> None:
         """Ends every wait of this group with ``cause``, now and later. From any thread.
@@ -377,20 +357,10 @@ class TpGroup:
         with self._lock:
             if self._failure is None:
                 self._failure = cause
-            if self._accelerator is not None and self._owned and self._abort is None:
-                # in its own thread: after it has ended the kernels, NCCL waits for the graphs that
-                # hold its collectives, and those belong to whoever asks us to fail
-                self._abort = threading.Thread(
-                    target=self._give_up,
-                    args=(self._accelerator,),
-                    name="tp-nccl-abort",
-                    daemon=True,
-                )
-                self._abort.start()
         if self._shared is not None:
             self._shared.fail(cause)
-        if self._peer is not None:
-            self._peer.stop()
+        if self._on_device is not None:
+            self._on_device.stop()
 
     def raise_if_failed(self) -> None:
         """To be asked before results that came off the device are used.
@@ -405,7 +375,7 @@ class TpGroup:
         """
         if self._failure is not None:
             raise self._failure
-        if self._peer is None or not self._peer.gave_up:
+        if self._on_device is None or not self._on_device.gave_up:
             return
         dead = None if self._watch is None else self._watch.dead()
         if dead is None:
@@ -429,30 +399,31 @@ class TpGroup:
     @property
     def peer_reduce(self) -> PeerReduce | None:
         """The sums through peer memory; None, on every rank, where the devices share none."""
-        return self._peer
+        return None if self._on_device is None else self._on_device.peer_reduce
 
     @property
     def reduce_plan(self) -> ReducePlan:
         """What goes through peer memory and how; what graphs hold depends on it."""
-        return self._reduce_plan
+        return NO_PEER_REDUCE if self._on_device is None else self._on_device.plan
 
     def use_reduce_plan(self, plan: ReducePlan) -> None:
         """Sum as the plan says from here on; the same plan on all ranks at the same point.
 
         Raises: TpGroupError: the plan wants peer memory, and there is none.
         """
-        if any(plan.program_bytes) and self._peer is None:
+        if any(plan.program_bytes) and self.peer_reduce is None:
             raise TpGroupError(
                 f"TP rank {self.rank} shares no device memory with its peers, but the plan of sums "
                 "uses it"
             )
-        self._reduce_plan = plan
+        if self._on_device is not None:
+            self._on_device.plan = plan
 
     def statistics(self) -> GroupStatistics:
         """How many collectives went which way so far."""
         return GroupStatistics(
-            device=self._device_count,
-            peer=self._peer_count,
+            device=0 if self._on_device is None else self._on_device.count,
+            peer=0 if self._on_device is None else self._on_device.peer_count,
             gloo=self._gloo_count,
             shared=None if self._shared is None else self._shared.statistics(),
         )
@@ -466,30 +437,17 @@ class TpGroup:
             if self._closed:
                 return
             self._closed = True
-            sound = self._failure is None
             if self._failure is None:
                 self._failure = ChannelClosed(f"TP rank {self.rank}: the group is closed")
         if self._shared is not None:
             self._shared.close()
-        if self._peer_memory is not None and sound:
-            # after a failure the device may still be at work; the mappings end with the process
-            torch.cuda.synchronize(self.device)
-            self._peer_memory.close()
         if self._watch is not None:
             self._watch.close()
-        if self._abort is not None:
-            self._abort.join(_ABORT_S)
-            if self._abort.is_alive():
-                log.warning(
-                    "TP rank %d: NCCL has not given up after %g s: are all graphs destroyed?",
-                    self.rank,
-                    _ABORT_S,
-                )
-        elif self._owned and self._accelerator is not None:
-            self._accelerator.shutdown()
+        if self._on_device is not None:
+            self._on_device.close()
         if self._owned and self._cpu is not None:
             self._cpu.shutdown()
-        self._cpu = self._accelerator = None
+        self._cpu = None
 
     def __enter__(self) -> Self:
         return self
@@ -499,28 +457,20 @@ class TpGroup:
 
     # ---- how -----------------------------------------------------------------------------------
 
-    def _run(self, t: torch.Tensor, start: Callable[[Collectives], dist.Work | None]) -> None:
-        """Starts a collective on the group of the tensor's device, and waits for it in bounds."""
+    def _on_device_of(self, t: torch.Tensor) -> DeviceCollectives:
+        """The collectives of the tensor's device. Raises: the group failed, or has no such ones."""
+        self.raise_if_failed()
+        if self._on_device is None:
+            raise TpGroupError(
+                f"TP rank {self.rank}: got a tensor on {t.device}, but the group is on "
+                f"{self.device}"
+            )
+        return self._on_device
+
+    def _run_gloo(self, start: Callable[[Collectives], dist.Work | None]) -> None:
+        """Starts a collective of CPU tensors and waits for it in bounds."""
         if self._failure is not None:
             raise self._failure
-        if t.device.type != "cpu":
-            if self._accelerator is None:
-                raise TpGroupError(
-                    f"TP rank {self.rank}: got a tensor on {t.device}, but the group is on "
-                    f"{self.device}"
-                )
-            self._device_count += 1
-            try:
-                with self._starting:
-                    if self._failure is not None:
-                        raise self._failure
-                    # Makes the current stream wait, not the host; may be captured in a graph.
-                    work = start(self._accelerator)
-                    if work is not None:  # nothing to wait for on the current stream itself
-                        work.wait()
-            except RuntimeError as error:
-                self._raise_explained(error)
-            return
         if self._cpu is None:
             raise TpGroupError(
                 f"TP rank {self.rank}: got a CPU tensor, but the process group serves "
@@ -532,7 +482,10 @@ class TpGroup:
             if work is not None:
                 self._wait(work)
         except RuntimeError as error:
-            self._raise_explained(error)
+            cause = self._explained(error)
+            if cause is error:
+                raise
+            raise cause from error
 
     def _wait(self, work: dist.Work) -> None:
         """Polls, so that a failure from another thread and a dead peer end the wait."""
@@ -555,12 +508,6 @@ class TpGroup:
                 self.fail(late)
                 raise late
         work.wait()
-
-    def _raise_explained(self, error: RuntimeError) -> NoReturn:
-        cause = self._explained(error)
-        if cause is error:
-            raise error
-        raise cause from error
 
     def _explained(self, error: RuntimeError) -> Exception:
         """What a failed transport means: what ended it, or a peer that ended."""
@@ -586,19 +533,6 @@ class TpGroup:
         self.fail(cause)
         return cause
 
-    def _give_up(self, accelerator: Collectives) -> None:
-        # an aborted group's end waits for a thread of torch that asks rank 0, which may be stopped
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(accelerator))
-        # NCCL holds a lock of torch's while it waits for graphs to go: who was about to start a
-        # collective would wait for that lock, and never come to destroy them. After this nobody is:
-        # the failure is set.
-        if self._starting.acquire(timeout=_START_S):
-            self._starting.release()
-        try:
-            accelerator.abort()
-        except RuntimeError as error:  # why the group failed has been told; this comes on top
-            log.warning("TP rank %d: NCCL did not end in good order: %s", self.rank, error)
-
     def _host_side(
         self, collective: Callable[[torch.Tensor], torch.Tensor], t: torch.Tensor
     ) -> torch.Tensor:
@@ -606,34 +540,6 @@ class TpGroup:
         if self._cpu is not None or self._shared is not None:
             return collective(t)
         return collective(t.to(self.device)).cpu()
-
-    def _open_peer_memory(self, *, wanted: bool) -> None:
-        """On all ranks or on none, and only if the sums come out right."""
-        refusal = None if wanted else "turned off"
-        if refusal is None and not PeerReduce.serves(self.device):
-            refusal = f"{self.device} runs no Triton kernels"
-        memory = PeerMemory.open(
-            self._exchange,
-            rank=self.rank,
-            size=self.size,
-            device=self.device,
-            nbytes=workspace_bytes(self.size),
-            value=WORKSPACE_MARK,
-            refusal=refusal,
-        )
-        if memory is None:
-            return
-        plan = ReducePlan.usual(self.size)
-        with torch.cuda.device(self.device):
-            peer = PeerReduce(memory, timeout_s=min(self._timeout_s, _TRIAL_S))
-            problem = peer.try_out(program_bytes=plan.for_bytes(1))
-        if not bool(self._exchange(torch.tensor([int(problem is None)])).all()):
-            why = problem or "it failed on another rank"
-            log.warning("TP rank %d leaves all sums to NCCL: %s", self.rank, why)
-            memory.close()
-            return
-        peer.set_timeout(self._timeout_s)
-        self._peer_memory, self._peer, self._reduce_plan = memory, peer, plan
 
     def _exchange(self, row: torch.Tensor) -> torch.Tensor:
         return self._host_side(self.all_gather, row)

@@ -29,7 +29,16 @@ if TYPE_CHECKING:
 
     from tp_runtime.ranks import RankInfo
 
-__all__ = ["Collectives", "connect_store", "make_gloo", "make_nccl", "set_nccl_defaults"]
+__all__ = [
+    "Collectives",
+    "connect_store",
+    "make_gloo",
+    "make_nccl",
+    "set_nccl_defaults",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_broadcast",
+]
 
 
 _ARRIVAL_POLL_S = 0.005
@@ -52,6 +61,33 @@ class Collectives(Protocol):
     ) -> dist.Work | None: ...
     def abort(self) -> None: ...
     def shutdown(self) -> None: ...
+
+
+def _now(options: Any) -> Any:
+    """NCCL then works on the current stream, with no second stream and events between."""
+    options.asyncOp = False
+    return options
+
+
+_REDUCE: dist.AllreduceOptions = _now(dist.AllreduceOptions())
+_GATHER: AllgatherOptions = _now(AllgatherOptions())
+_BROADCAST: dist.BroadcastOptions = _now(dist.BroadcastOptions())
+_BROADCAST.rootRank = 0
+
+
+def start_all_reduce(pg: Collectives, t: torch.Tensor) -> dist.Work | None:
+    """Sums t, which is contiguous, in place. None: on the current stream, nothing to wait for."""
+    return pg.allreduce([t], _REDUCE)
+
+
+def start_all_gather(pg: Collectives, out: torch.Tensor, t: torch.Tensor) -> dist.Work | None:
+    """The flat t of each rank into the flat out, one after the other."""
+    return pg._allgather_base(out, t, _GATHER)
+
+
+def start_broadcast(pg: Collectives, t: torch.Tensor) -> dist.Work | None:
+    """t of rank 0 into that of the others; it is contiguous."""
+    return pg.broadcast([t], _BROADCAST)
 
 
 _served: dict[tuple[str, int], Store] = {}

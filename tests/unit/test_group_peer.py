@@ -1,15 +1,18 @@
-"""What a group says when a sum on the device ended without its peer."""
+"""What a group says and does when a collective of its device ends without its peer."""
 
 from __future__ import annotations
 
 import threading
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 
 from tp_runtime.errors import BroadcastError, DeadlineExceeded, PeerLost
 from tp_runtime.group import TpGroup
+
+if TYPE_CHECKING:
+    from tp_runtime.device_collectives import DeviceCollectives
 
 
 class FakePeerReduce:
@@ -36,9 +39,41 @@ class FakeWatch:
         pass
 
 
+class FakeNccl:
+    """Aborts when its graphs are gone."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.graphs_gone = threading.Event()
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+        assert self.graphs_gone.wait(30)
+        self.calls.append("aborted")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+def group_on(nccl: FakeNccl, *, owned: bool) -> TpGroup:
+    return TpGroup(
+        rank=0,
+        size=1,
+        device=torch.device("cpu"),
+        timeout_s=0.0,
+        accelerator=cast("Any", nccl),
+        owned=owned,
+    )
+
+
+def device_of(group: TpGroup) -> DeviceCollectives:
+    assert group._on_device is not None
+    return group._on_device
+
+
 def group_with(peer: FakePeerReduce, dead: int | None = None) -> TpGroup:
-    group = TpGroup.single(torch.device("cpu"))
-    group._peer = cast("Any", peer)
+    group = group_on(FakeNccl(), owned=False)
+    device_of(group)._peer = cast("Any", peer)
     group._watch = cast("Any", FakeWatch(dead))
     group.set_timeout(7.0)
     return group
@@ -76,29 +111,6 @@ def test_the_cause_that_the_watcher_knows_comes_first() -> None:
         group.raise_if_failed()
 
 
-class FakeNccl:
-    """Aborts when its graphs are gone."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.graphs_gone = threading.Event()
-
-    def abort(self) -> None:
-        self.calls.append("abort")
-        assert self.graphs_gone.wait(30)
-        self.calls.append("aborted")
-
-    def shutdown(self) -> None:
-        self.calls.append("shutdown")
-
-
-def group_on(nccl: FakeNccl, *, owned: bool) -> TpGroup:
-    group = TpGroup.single(torch.device("cpu"))
-    group._accelerator = cast("Any", nccl)
-    group._owned = owned
-    return group
-
-
 def test_a_failure_aborts_nccl_once_and_waits_for_nothing() -> None:
     nccl = FakeNccl()
     group = group_on(nccl, owned=True)
@@ -114,28 +126,28 @@ def test_a_failure_aborts_nccl_once_and_waits_for_nothing() -> None:
 def test_nccl_is_aborted_only_after_a_collective_that_is_being_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tp_runtime.group._START_S", 30.0)
+    monkeypatch.setattr("tp_runtime.device_collectives._START_S", 30.0)
     nccl = FakeNccl()
     nccl.graphs_gone.set()
     group = group_on(nccl, owned=True)
     begun, aborting = threading.Event(), threading.Event()
 
-    def start(_: object) -> None:
+    def start() -> None:
         nccl.calls.append("start")
         begun.set()
         assert not aborting.wait(0.02)
         nccl.calls.append("started")
 
     nccl.abort = aborting.set  # type: ignore[method-assign]
-    device = torch.empty(1, device="meta")
-    worker = threading.Thread(target=group._run, args=(device, start))
+    device = device_of(group)
+    worker = threading.Thread(target=device._start, args=(start,))
     worker.start()
     assert begun.wait(10)
     group.fail(BroadcastError("rank 1 said stop"))
     worker.join()
     assert aborting.wait(10)
     with pytest.raises(BroadcastError, match="rank 1 said stop"):
-        group._run(device, start)
+        device._start(start)
     assert nccl.calls == ["start", "started"]
     group.close()
 
@@ -143,7 +155,7 @@ def test_nccl_is_aborted_only_after_a_collective_that_is_being_started(
 def test_an_abort_that_never_ends_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tp_runtime.group._ABORT_S", 0.05)
+    monkeypatch.setattr("tp_runtime.device_collectives._ABORT_S", 0.05)
     nccl = FakeNccl()
     group = group_on(nccl, owned=True)
     group.fail(BroadcastError("rank 1 said stop"))

@@ -94,8 +94,15 @@ def test_what_the_kernel_takes(t: torch.Tensor, taken: bool) -> None:
 
 
 def test_every_engine_of_a_group_sums_as_its_own_settings_say() -> None:
-    group = TpGroup.single(torch.device("cpu"))
-    group._peer = cast("Any", object())
+    group = TpGroup(
+        rank=0,
+        size=1,
+        device=torch.device("cpu"),
+        timeout_s=0.0,
+        accelerator=cast("Any", object()),
+    )
+    assert group._on_device is not None
+    group._on_device._peer = cast("Any", object())
     channel = cast("Any", None)  # nothing is agreed where nothing is measured
     for wanted in (True, False, True):
         plan = tune_sums(channel, group, peer_memory=wanted, measured=False, timeout_s=1)

@@ -1,4 +1,8 @@
-"""Two ranks on two GPUs: the tokens of one, and the end of a rank whose peer fails in decode."""
+"""Two ranks on GPUs: the tokens of one, and the end of a rank whose peer fails in decode.
+
+Each rank has its own GPU where there are two. On one GPU they share it (`one_gpu`): then there is
+no NCCL, and what is about NCCL alone is skipped.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,19 @@ from typing import Any
 import pytest
 import torch
 
+from tests.gpu.one_gpu import create_group
 from tests.restarts import serve_again
 from tests.shrunk import VOCAB, save_shrunk
 from tests.strikes import strike_before
 from tests.tokens import Reference, count_ties
+from tp_runtime.group import TpGroup
+from tp_runtime.ranks import RankInfo
 from tp_runtime.testing import run_ranks
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 PROMPTS, TOKENS = 64, 32
@@ -32,24 +42,33 @@ def prompts() -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 100))] for _ in range(PROMPTS)]
 
 
+def make_group(device: str) -> TpGroup:
+    """Of this rank, on the CPU, on its own GPU, or on the one that it shares with the other."""
+    info = RankInfo.from_env()
+    if device == "cpu":
+        return TpGroup.create(info, device=torch.device(device), timeout_s=60)
+    if torch.cuda.device_count() < info.tp_size:
+        return create_group(info, timeout_s=60)
+    place = torch.device(device, info.local_rank)
+    torch.cuda.set_device(place)
+    return TpGroup.create(info, device=place, timeout_s=60, peer_memory=True)
+
+
 def decode(folder: str, device: str) -> list[dict[str, Any]]:
     """On each rank: the greedy streams of every case, and what they ran through."""
-    from tp_runtime import Engine, RankInfo, RuntimeConfig, SamplingParams, TpGroup
+    from tp_runtime import Engine, RuntimeConfig, SamplingParams
     from tp_runtime.models import load_model
 
-    info = RankInfo.from_env()
-    place = torch.device(device) if device == "cpu" else torch.device(device, info.local_rank)
-    if device != "cpu":
-        torch.cuda.set_device(place)
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     results = []
-    with TpGroup.create(info, device=place, timeout_s=60, peer_memory=True) as group:
+    with make_group(device) as group:
         model = load_model(folder, group=group, dtype=torch.float32).model
         for in_flight, dynamic, all_reduce in CASES:
             config = RuntimeConfig(
                 max_batch_size=16,
                 max_seq_len=256,
                 decode_buckets=(4, 16),
+                kv_cache_tokens=16 * 256,
                 async_decode=in_flight,
                 enable_dynamic_decode_backend=dynamic,
                 all_reduce=all_reduce,
@@ -112,8 +131,7 @@ def check_tokens(folder: Path, device: str) -> None:
         assert (two["peer_sums"] > 0) == (case[2] == "auto" and device == "cuda")
 
 
-@two_gpus
-def test_greedy_tokens_are_those_of_one_gpu(tmp_path: Path) -> None:
+def test_greedy_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
     check_tokens(tmp_path, "cuda")
 
 
@@ -121,7 +139,7 @@ def fail_in_decode(
     how: str, victim: int, all_reduce: str, folder: str, device: str
 ) -> dict[str, Any] | None:
     """On each rank: the victim is killed, stopped or breaks its device; the other says when."""
-    from tp_runtime import Engine, RankInfo, RuntimeConfig, SamplingParams
+    from tp_runtime import Engine, RuntimeConfig, SamplingParams
     from tp_runtime.errors import TpRuntimeError
     from tp_runtime.step_plan import StepKind
 
@@ -144,10 +162,14 @@ def fail_in_decode(
         model="random:tiny",
         device=device,
         max_batch_size=2,
+        kv_cache_tokens=1024,
         all_reduce=all_reduce,
         broadcast_timeout_s=2.0,
     )
-    engine = Engine(config)
+    # an engine makes its own group, except where two ranks have to share a GPU
+    shared = device == "cuda" and torch.cuda.device_count() < 2
+    group = make_group(device) if shared else None
+    engine = Engine(config, group=group)
     engine.start()
     pids = engine._open_channel().pids
     try:
@@ -164,6 +186,8 @@ def fail_in_decode(
     if how == "stop":
         os.kill(pids[victim], signal.SIGKILL)
     engine.close()
+    if group is not None:
+        group.close()
     closed_s = time.monotonic() - float(moment.read_text())
     if rank == victim:
         # torch may abort a process whose device is at fault when that ends, which is not ours
@@ -197,8 +221,7 @@ def test_torchrun_starts_all_ranks_again(tmp_path: Path) -> None:
     assert len(document["outputs"][0]["token_ids"]) == 40
 
 
-@two_gpus
-@pytest.mark.parametrize("all_reduce", ["nccl", "auto"])
+@pytest.mark.parametrize("all_reduce", [pytest.param("nccl", marks=two_gpus), "auto"])
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("how", ["kill", "stop", "fault"])
 def test_a_rank_whose_peer_fails_ends(
