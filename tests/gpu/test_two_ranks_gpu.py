@@ -1,6 +1,6 @@
 """Two ranks on GPUs: the tokens of one, and the end of a rank whose peer fails in decode.
 
-Each rank has its own GPU where there are two. On one GPU they share it (`one_gpu`): then there is
+Each rank has its own GPU where there are two. On one GPU they share it (`gpu_group`): then there is
 no NCCL, and what is about NCCL alone is skipped.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.one_gpu import create_group
+from tests.gpu.gpu_group import open_group, too_few_gpus
 from tests.restarts import serve_again
 from tests.shrunk import VOCAB, save_shrunk
 from tests.strikes import strike_before
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+two_gpus = pytest.mark.skipif(too_few_gpus(2), reason="needs two GPUs")
 
 PROMPTS, TOKENS = 64, 32
 CASES = tuple(itertools.product((True, False), (True, False), ("nccl", "auto")))
@@ -43,15 +43,9 @@ def prompts() -> list[list[int]]:
 
 
 def make_group(device: str) -> TpGroup:
-    """Of this rank, on the CPU, on its own GPU, or on the one that it shares with the other."""
-    info = RankInfo.from_env()
     if device == "cpu":
-        return TpGroup.create(info, device=torch.device(device), timeout_s=60)
-    if torch.cuda.device_count() < info.tp_size:
-        return create_group(info, timeout_s=60)
-    place = torch.device(device, info.local_rank)
-    torch.cuda.set_device(place)
-    return TpGroup.create(info, device=place, timeout_s=60, peer_memory=True)
+        return TpGroup.create(RankInfo.from_env(), device=torch.device(device), timeout_s=60)
+    return open_group()
 
 
 def decode(folder: str, device: str) -> list[dict[str, Any]]:
@@ -167,8 +161,7 @@ def fail_in_decode(
         broadcast_timeout_s=2.0,
     )
     # an engine makes its own group, except where two ranks have to share a GPU
-    shared = device == "cuda" and torch.cuda.device_count() < 2
-    group = make_group(device) if shared else None
+    group = open_group() if device == "cuda" and too_few_gpus(2) else None
     engine = Engine(config, group=group)
     engine.start()
     pids = engine._open_channel().pids

@@ -1,8 +1,8 @@
-"""A group of ranks that share one GPU, for machines that have no second one.
+"""The group of a test's ranks: each on a GPU of its own, or all on one where there are too few.
 
-Peer memory works between processes on one GPU as it does between GPUs; NCCL refuses. So all that
-NCCL would do is made of sums through peer memory: slow, but as capturable and as deterministic. The
-processes take turns on the GPU, milliseconds each: nothing that is timed here means anything.
+Peer memory works between processes on one GPU as it does between GPUs; NCCL refuses. So there all
+that NCCL would do is made of sums through peer memory: slow, but as capturable and deterministic.
+The processes then take turns on the GPU, milliseconds each: no time measured there means anything.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from unittest import mock
 import torch
 
 from tp_runtime.group import TpGroup
+from tp_runtime.ranks import RankInfo
 from tp_runtime.reduce_plan import PROGRAM_BYTES, REDUCED_BYTES
 
 if TYPE_CHECKING:
     from tp_runtime.ops.peer_reduce import PeerReduce
-    from tp_runtime.ranks import RankInfo
 
 _PIECE = 16
 
@@ -64,13 +64,21 @@ class PeerMemoryOnly:
         """Nothing is held."""
 
 
-def create_group(info: RankInfo, *, timeout_s: float) -> TpGroup:
-    """As `TpGroup.create` with peer memory, on the only GPU."""
-    stand_in = PeerMemoryOnly(info.tp_rank, info.tp_size)
-    device = torch.device("cuda", 0)
+def too_few_gpus(ranks: int) -> bool:
+    """Whether so many ranks have to share one."""
+    return torch.cuda.device_count() < ranks
+
+
+def open_group(timeout_s: float = 60) -> TpGroup:
+    """The group of this rank, with peer memory; its device is the current one."""
+    info = RankInfo.from_env()
+    shared = too_few_gpus(info.tp_size)
+    device = torch.device("cuda", 0 if shared else info.local_rank)
     torch.cuda.set_device(device)
+    if not shared:
+        return TpGroup.create(info, device=device, timeout_s=timeout_s, peer_memory=True)
+    stand_in = PeerMemoryOnly(info.tp_rank, info.tp_size)
     with mock.patch("tp_runtime.group.make_nccl", return_value=stand_in):
         group = TpGroup.create(info, device=device, timeout_s=timeout_s, peer_memory=True)
     stand_in.peer = group.peer_reduce
-    assert group.size == 1 or stand_in.peer is not None, "no peer memory between two processes"
     return group
