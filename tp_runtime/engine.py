@@ -240,7 +240,7 @@ class Engine:
         Raises:
             HarvestError: as `step`.
         """
-        self._root_loop().sync()
+        self._root_loop().sync(self._terminal)
 
     def time_device(self) -> DeviceTimes:
         """Mark from here on when the device works and when it idles, on this rank."""

@@ -394,6 +394,10 @@ class TpGroup:
         self.fail(lost)
         raise lost
 
+    def device_fault(self) -> str | None:
+        """Why the device of this rank works no more; None while it does. From any thread."""
+        return None if self._on_device is None else self._on_device.fault()
+
     # ---- how devices sum ---------------------------------------------------------------------
 
     @property

@@ -6,6 +6,7 @@ import itertools
 import logging
 import secrets
 import time
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -113,8 +114,8 @@ class RootLoop:
             for variant in range(len(plan.variants(bucket)))
         }
         self._ran: Ran | None = None
-        self._late_error: HarvestError | None = None
-        self._lost: BroadcastError | None = None
+        self._undelivered: deque[HarvestError] = deque()
+        self._lost: Exception | None = None
 
     @property
     def unfinished(self) -> int:
@@ -191,10 +192,10 @@ class RootLoop:
         Raises:
             HarvestError: tokens of an earlier step could not be delivered.
         """
-        self._finish_harvest()
         with terminal():
-            if self._lost is not None:
-                raise self._lost
+            self._finish_harvest()
+        self._raise_undelivered()
+        with terminal():
             step = self._scheduler.step
             self._times.begin(step)
             with self._times.measure(step, Phase.PLAN):
@@ -212,19 +213,20 @@ class RootLoop:
         self._ran = Ran(snapshot=snapshot, lease=lease)
         if not self._in_flight or plan.kind is StepKind.IDLE:
             self._start_harvest()
-            self._finish_harvest()
-        self._raise_late()
+            with terminal():
+                self._finish_harvest()
+        self._raise_undelivered()
         return self._take_outputs(of)
 
-    def sync(self) -> None:
-        """Harvest all that has run. Raises HarvestError."""
-        self._harvest_all()
-        self._raise_late()
+    def sync(self, terminal: Callable[[], AbstractContextManager[None]]) -> None:
+        """Harvest all that has run. Raises HarvestError, as `step`."""
+        with terminal():
+            self._harvest_all()
+        self._raise_undelivered()
 
-    def _raise_late(self) -> None:
-        if self._late_error is not None:
-            error, self._late_error = self._late_error, None
-            raise error
+    def _raise_undelivered(self) -> None:
+        if self._undelivered:
+            raise self._undelivered.popleft()
 
     def stop(self) -> None:
         """Tell the peers that this was the last step."""
@@ -247,11 +249,16 @@ class RootLoop:
         return outputs
 
     def close(self) -> None:
-        """Harvest what has run and end the worker."""
-        self._harvest_all()
-        if self._late_error is not None:
-            log.error("at close: %s", self._late_error)
-        self._async.close()
+        """Harvest what has run and end the worker. Raises what the device raises."""
+        try:
+            if self._lost is None:
+                self._harvest_all()
+        except BroadcastError as error:  # a peer ended first, and nobody waits for tokens any more
+            log.info("at close: %s", error)
+        finally:
+            for undelivered in self._undelivered:
+                log.error("at close: %s", undelivered)
+            self._async.close()
 
     def check_no_leaks(self) -> None:
         """After `close`: raises PagePoolError if blocks are held that no request can hold."""
@@ -317,31 +324,34 @@ class RootLoop:
             self._async.launch(lambda: self._harvest_step(ran))
 
     def _finish_harvest(self) -> None:
-        """Wait for the worker. Raises HarvestError."""
-        self._async.sync()
+        """Wait for the worker. Raises what ended the group or the device."""
+        try:
+            self._async.sync()
+        except HarvestError as error:
+            self._undelivered.append(error)
+        if self._lost is not None:
+            raise self._lost
 
     def _harvest_all(self) -> None:
-        """Harvest every step that has run; an error of it is raised at the end of `step`."""
+        """Harvest every step that has run. Raises what ended the group or the device."""
         for _ in range(STEPS_IN_FLIGHT):
-            try:
-                self._finish_harvest()
-                self._start_harvest()
-                self._finish_harvest()
-            except HarvestError as error:
-                self._late_error = error
+            self._finish_harvest()
+            self._start_harvest()
+            self._finish_harvest()
 
     def _harvest_step(self, ran: Ran) -> None:
         with self._times.measure(ran.snapshot.step, Phase.HARVEST):
-            lease = ran.lease
             try:
                 # asked while the device is behind, too: it may wait for a peer that is gone
-                tokens = [] if lease is None else cast("list[int]", lease.read(self._check))
+                tokens = [] if ran.lease is None else cast("list[int]", ran.lease.read(self._check))
                 self._check()
+            except Exception as error:  # noqa: BLE001 - the thread of the steps raises it
+                self._lost = error
+                return
+            try:
                 self._harvest.run(ran.snapshot, tokens)
-            except HarvestError:
+            except HarvestError:  # it names the requests that it has ended, and the others go on
                 raise
-            except BroadcastError as error:
-                self._lost = error  # the next step raises it: it ends the engine, not a request
             except Exception as error:
                 aborted = self._harvest.fail(ran.snapshot, error)
                 raise HarvestError(

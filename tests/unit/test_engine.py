@@ -127,6 +127,23 @@ def test_a_text_stream_that_breaks_ends_its_request_and_no_other(
     assert tokens_of(engine, [1, 2], GREEDY) == last[good].token_ids, "the engine goes on"
 
 
+def test_a_device_that_gives_no_tokens_ends_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add_request([1, 2], GREEDY)
+    engine.step()
+
+    def fault(*_: object) -> list[int]:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr("tp_runtime.staging.StagingLease.read", fault)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        run(engine)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        engine.step()
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("prompt", "problem"),
     [
