@@ -1,4 +1,4 @@
-"""The group of a test's ranks: each on a GPU of its own, or all on one where there are too few.
+"""GPUs of a test's ranks: each on a GPU of its own, or all on one where there are too few.
 
 Peer memory works between processes on one GPU as it does between GPUs; NCCL refuses. So there all
 that NCCL would do is made of sums through peer memory: slow, but as capturable and deterministic.
@@ -62,6 +62,11 @@ class PeerMemoryOnly:
 
     def shutdown(self) -> None:
         """Nothing is held."""
+
+
+def break_device() -> None:
+    """A kernel reads beyond its input: every later call of this process on its GPU fails."""
+    torch.zeros(1, device="cuda").index_select(0, torch.full((1,), 99, device="cuda"))
 
 
 def too_few_gpus(ranks: int) -> bool:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.gpu.gpu_group import break_device
+from tests.strikes import strike_before
 from tp_runtime.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +53,36 @@ def decode(device: str) -> dict[str, Any]:
             "graph_steps": runner.graph_steps,
             "capture": engine.capture_digest,
         }
+
+
+def decode_until_a_fault(folder: str) -> None:
+    from tp_runtime import Engine, RuntimeConfig, SamplingParams
+    from tp_runtime.step_plan import StepKind
+
+    struck_s = 0.0
+
+    def strike() -> None:
+        nonlocal struck_s
+        struck_s = struck_s or time.monotonic()
+        break_device()
+
+    strike_before(StepKind.DECODE, strike, after_step=20)
+    engine = Engine(RuntimeConfig(model="random:tiny", device="cuda", max_batch_size=2))
+    engine.start()
+    try:
+        for _ in engine.generate([[1, 2, 3]], SamplingParams(max_tokens=400, ignore_eos=True)):
+            pass
+    except RuntimeError as error:
+        assert time.monotonic() - struck_s < 5
+        engine.close()
+        Path(folder, "told").write_text(str(error))
+    # torch may abort a process whose device is at fault when that ends, which is not ours
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_fault_of_the_device_ends_a_single_rank(tmp_path: Path) -> None:
+    run_ranks(decode_until_a_fault, 1, 100, args=(str(tmp_path),), expect_exit={0: -9})
+    assert "CUDA" in (tmp_path / "told").read_text()
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

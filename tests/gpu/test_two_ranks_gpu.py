@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.gpu_group import open_group, too_few_gpus
+from tests.gpu.gpu_group import break_device, open_group, too_few_gpus
 from tests.restarts import serve_again
 from tests.shrunk import VOCAB, save_shrunk
 from tests.strikes import strike_before
@@ -150,8 +150,7 @@ def fail_in_decode(
                 return
             moment.write_text(str(time.monotonic()))
             if how == "fault":
-                beyond = torch.full((1,), 99, device=device)
-                torch.zeros(1, device=device).index_select(0, beyond)
+                break_device()
             else:
                 os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
