@@ -70,10 +70,10 @@ class DecodeBench:
         """
         import torch
 
+        from tp_runtime.connection import resolve_device
         from tp_runtime.group import TpGroup
         from tp_runtime.models.loading import load_model
         from tp_runtime.ranks import RankInfo
-        from tp_runtime.startup import resolve_device
 
         if self._prompt_tokens < 1:
             raise ConfigError(

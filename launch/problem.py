@@ -38,9 +38,9 @@ def problem_of(config: RuntimeConfig, model: str, *, tp_size: int) -> Problem:
     """
     import torch
 
+    from tp_runtime.connection import resolve_device
     from tp_runtime.launch.model_shape import model_config, model_shape
     from tp_runtime.sizing import resolve_sizes
-    from tp_runtime.startup import resolve_device
 
     device = resolve_device(config, 0)
     dtype = config.dtype_on(device.type)

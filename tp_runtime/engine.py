@@ -7,42 +7,30 @@ others, also when there is nothing to do.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from tp_runtime.config import RuntimeConfig
+from tp_runtime.connection import Connection
 from tp_runtime.device_times import DeviceTimes
-from tp_runtime.errors import BroadcastError, ConfigError, RequestError, TpRuntimeError
-from tp_runtime.group import TpGroup
-from tp_runtime.ranks import RankInfo
+from tp_runtime.errors import ConfigError, RequestError, TpRuntimeError
 from tp_runtime.root_loop import RootLoop
-from tp_runtime.selection import agree_alike
-from tp_runtime.startup import (
-    build_rank,
-    capture_rank,
-    check_group,
-    join_by_environment,
-    join_by_group,
-    resolve_device,
-    settings_alike,
-)
+from tp_runtime.startup import build_rank, capture_rank
 from tp_runtime.step_message import StepDecoder
 from tp_runtime.step_plan import StepKind
 from tp_runtime.step_times import Phase, StepTimes
-from tp_runtime.watcher import FailureWatcher
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from tp_runtime.broadcast import BroadcasterStatistics, CpuTpBroadcaster
+    from tp_runtime.broadcast import BroadcasterStatistics
     from tp_runtime.graphs import CaptureReport
-    from tp_runtime.group import GroupStatistics
+    from tp_runtime.group import GroupStatistics, TpGroup
     from tp_runtime.models.base import DecodeModel
     from tp_runtime.pages import PagePoolStatistics
     from tp_runtime.planning import Source
@@ -55,11 +43,6 @@ if TYPE_CHECKING:
     from tp_runtime.step_runner import RunnerStatistics
     from tp_runtime.step_times import StepTimeStatistics
     from tp_runtime.watcher import OnFailure
-
-log = logging.getLogger(__name__)
-
-FAILURE_NEWS_S = 0.5
-"""How long an error of a collective waits for the channel to say which rank caused it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,27 +87,18 @@ class Engine:
             raise ConfigError(f"expected a RuntimeConfig, got {type(config).__name__}")
         if model is None and config.model is None:
             raise ConfigError("no model: set `model` in the configuration or pass one")
-        if group is not None:
-            check_group(config, group)
         self._config = config
-        self._group = group
-        self._owns_group = group is None
+        self._connection = Connection(config, group=group, on_failure=on_failure)
         self._model = model
         self._make_tokenizer: Callable[[], Tokenizer] | None = None
         if tokenizer is not None:
             self._make_tokenizer = lambda: tokenizer
-        self._on_failure: OnFailure = on_failure or config.on_failure  # type: ignore[assignment]
         self._owner = threading.get_ident()
-        self._rank = 0 if group is None else group.rank
-        self._channel: CpuTpBroadcaster | None = None
         self._decoder = StepDecoder()
-        self._watcher: FailureWatcher | None = None
         self._runtime: RankRuntime | None = None
         self._captured: Captured | None = None
         self._root: RootLoop | None = None
         self._times = StepTimes()
-        self._failure: BaseException | None = None
-        self._closed = False
 
     def __enter__(self) -> Self:
         try:
@@ -145,7 +119,7 @@ class Engine:
     @property
     def rank(self) -> int:
         """The rank in the TP group; known before `start` only if a group was passed."""
-        return self._rank
+        return self._connection.rank
 
     def start(self, *, progress: Progress | None = None) -> None:
         """Bring this rank up together with the others; returns when all are ready.
@@ -157,20 +131,20 @@ class Engine:
         Raises:
             TpRuntimeError: what went wrong, on this or on another rank, named.
         """
-        if self._closed:
+        if self._connection.closed:
             raise TpRuntimeError("the engine has been closed: make a new one")
         if self._runtime is not None:
             return
         tell = progress or (lambda stage, done, total: None)
-        with self._terminal():
-            channel, group = self._connect()
+        with self._connection.terminal():
+            self._connection.open(rehearse=self._decoder.rehearse)
+            channel, group = self._connection.channel, self._connection.group
             model = self._model
             if model is None:
                 model = self._load_model(group, lambda done, total: tell("load", done, total))
             self._runtime = build_rank(self._config, channel, group, model, self._times, tell)
         self.trigger_capture(progress=tell)
-        if self._owns_group:
-            group.set_timeout(self._config.broadcast_timeout_s)  # from here on steps, not loading
+        self._connection.expect_steps()
         if group.rank == 0:
             self._root = RootLoop(
                 config=self._config,
@@ -189,10 +163,10 @@ class Engine:
         runtime, group = self._started()
         if self._captured is not None:
             return
-        with self._terminal():
+        with self._connection.terminal():
             self._captured = capture_rank(
                 self._config,
-                self._open_channel(),
+                self._connection.channel,
                 group,
                 runtime,
                 progress or (lambda stage, done, total: None),
@@ -230,7 +204,7 @@ class Engine:
             BroadcastError: a rank was lost; the engine has failed on every rank.
             HarvestError: tokens could not be delivered; the requests it names were aborted.
         """
-        return self._root_loop().step(self._terminal)
+        return self._root_loop().step(self._connection.terminal)
 
     def sync(self) -> None:
         """Wait until every step so far has run and its tokens are known. Rank 0.
@@ -240,7 +214,7 @@ class Engine:
         Raises:
             HarvestError: as `step`.
         """
-        self._root_loop().sync(self._terminal)
+        self._root_loop().sync(self._connection.terminal)
 
     def time_device(self) -> DeviceTimes:
         """Mark from here on when the device works and when it idles, on this rank."""
@@ -278,12 +252,12 @@ class Engine:
             for name, tokens, params in zip(ids, encoded, each, strict=True):
                 mine.add(root.add_request(tokens, params, name))
             while mine:
-                for output in root.step(self._terminal, of=mine):
+                for output in root.step(self._connection.terminal, of=mine):
                     if output.finished:
                         mine.discard(output.request_id)
                     yield output
         finally:
-            if self._failure is None and not self._closed:
+            if self._connection.failure is None and not self._connection.closed:
                 self._drop(root, mine)
 
     def _drop(self, root: RootLoop, mine: set[str]) -> None:
@@ -291,7 +265,7 @@ class Engine:
         for request_id in mine:
             root.abort(request_id)
         while mine:
-            for output in root.step(self._terminal, of=mine):
+            for output in root.step(self._connection.terminal, of=mine):
                 if output.finished:
                     mine.discard(output.request_id)
 
@@ -322,8 +296,8 @@ class Engine:
         runtime, group = self._started()
         if group.rank == 0:
             raise TpRuntimeError("rank 0 plans the steps: call step() or generate() on it")
-        with self._terminal():
-            channel = self._open_channel()
+        with self._connection.terminal():
+            channel = self._connection.channel
             begin_ns = time.monotonic_ns()
             message = channel.receive()
             got_ns = time.monotonic_ns()
@@ -389,7 +363,7 @@ class Engine:
         return EngineStatistics(
             rank=self.rank,
             runner=runtime.runner.statistics(),
-            channel=self._open_channel().statistics(),
+            channel=self._connection.channel.statistics(),
             group=group.statistics(),
             times=self._times.statistics(),
             scheduler=None if root is None else root.scheduler_statistics(),
@@ -403,80 +377,19 @@ class Engine:
         Args:
             reason: why this is no orderly end; every other rank then raises with it.
         """
-        if self._closed:
+        connection, root, runtime = self._connection, self._root, self._runtime
+        if connection.closed:
             return
-        self._closed = True
-        channel, root, runtime = self._channel, self._root, self._runtime
-        if channel is not None and self._failure is None:
-            if reason is not None:
-                channel.abort(reason)
-            elif root is not None:
-                self._stop_peers(root)
-        # one after the other, also where one fails
+        connection.closed = True
+        connection.stop(None if root is None else root.stop, reason)
         with ExitStack() as ends:
-            if channel is not None:
-                ends.callback(channel.close)
-            if self._group is not None and self._owns_group:
-                ends.callback(self._end, self._group.close)
-            if self._watcher is not None:
-                ends.callback(self._watcher.close)
+            ends.callback(connection.close)
             if runtime is not None:  # before the group, whose collectives its graphs hold
-                ends.callback(self._end, runtime.runner.close)
+                ends.callback(connection.end, runtime.runner.close)
             if root is not None:
-                ends.callback(self._end, root.close)
-        if root is not None and self._failure is None and reason is None:
+                ends.callback(connection.end, root.close)
+        if root is not None and connection.failure is None and reason is None:
             root.check_no_leaks()  # last, so that a leak does not keep anything open
-
-    def _end(self, close: Callable[[], None]) -> None:
-        """Close something. A device that failed fails every call, which hides nothing new."""
-        try:
-            close()
-        except RuntimeError as error:
-            if self._failure is None:
-                raise
-            log.warning("rank %d: while closing after a failure: %s", self._rank, error)
-
-    def _stop_peers(self, root: RootLoop) -> None:
-        try:
-            root.stop()
-        except BroadcastError as error:
-            # the peers are gone or will learn it from the closed channel
-            log.warning("rank 0 could not tell its peers to stop: %s", error)
-
-    def _connect(self) -> tuple[CpuTpBroadcaster, TpGroup]:
-        """Join the channel, watch it, and form the group, in this order."""
-        config, group = self._config, self._group
-        if group is not None:
-            channel = self._channel = join_by_group(config, group)
-            self._watch(channel)
-        else:
-            info = RankInfo.from_env(tp_size=config.tp_size)
-            self._rank = info.tp_rank
-            device = resolve_device(config, info.local_rank)
-            channel = self._channel = join_by_environment(config, info)
-            self._watch(channel)
-            group = self._group = TpGroup.create(
-                info,
-                device=device,
-                timeout_s=config.join_timeout_s,
-                peer_memory=config.all_reduce != "nccl",
-                failure=lambda: channel.failure,
-            )
-        channel.rehearse_with(self._decoder.rehearse)
-        if self._watcher is not None:
-            self._watcher.watch_group(group)
-        agree_alike(
-            channel,
-            "the configuration",
-            settings_alike(config),
-            root=group.rank == 0,
-            timeout_s=config.join_timeout_s,
-        )
-        return channel, group
-
-    def _watch(self, channel: CpuTpBroadcaster) -> None:
-        if channel.world_size > 1:
-            self._watcher = FailureWatcher(channel, rank=self._rank, on_failure=self._on_failure)
 
     def _load_model(self, group: TpGroup, progress: Callable[[int, int], None]) -> DecodeModel:
         import torch
@@ -498,14 +411,9 @@ class Engine:
         return self._make_tokenizer().encode(prompt)
 
     def _started(self) -> tuple[RankRuntime, TpGroup]:
-        if self._runtime is None or self._group is None:
+        if self._runtime is None:
             raise TpRuntimeError("the engine has not been started: call start() first")
-        return self._runtime, self._group
-
-    def _open_channel(self) -> CpuTpBroadcaster:
-        if self._channel is None:
-            raise TpRuntimeError("the engine has not been started: call start() first")
-        return self._channel
+        return self._runtime, self._connection.group
 
     def _root_loop(self) -> RootLoop:
         if threading.get_ident() != self._owner:
@@ -513,39 +421,6 @@ class Engine:
         if self._root is None:
             _, group = self._started()
             raise TpRuntimeError(f"rank {group.rank} has no requests: call serve_peer() on it")
-        if self._closed:
+        if self._connection.closed:
             raise TpRuntimeError("the engine has been closed")
         return self._root
-
-    @contextmanager
-    def _terminal(self) -> Iterator[None]:
-        """What fails in here fails the engine on every rank, for good, with one cause."""
-        if self._failure is not None:
-            raise self._failure
-        if self._closed:
-            raise TpRuntimeError("the engine has been closed")
-        try:
-            yield
-        except BaseException as error:
-            cause = self._fail(error)
-            if cause is error:
-                raise
-            raise cause from error
-
-    def _fail(self, error: BaseException) -> BaseException:
-        """Tell the others, and find the cause: a collective only says that something broke."""
-        channel = self._channel
-        if channel is not None and error is not channel.failure:
-            # what a collective raises says that something broke; the channel says who broke it
-            if isinstance(error, RuntimeError | BroadcastError):
-                self._wait_for_news(channel)
-                error = channel.failure or error
-            if channel.failure is None:
-                channel.abort(f"{type(error).__name__}: {error}")
-        self._failure = error
-        return error
-
-    def _wait_for_news(self, channel: CpuTpBroadcaster) -> None:
-        deadline = time.monotonic() + FAILURE_NEWS_S
-        while channel.failure is None and time.monotonic() < deadline:
-            time.sleep(0.01)

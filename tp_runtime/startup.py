@@ -1,7 +1,6 @@
-"""Brings one rank up: channel, group, model, cache, plan, graphs, in an order every rank shares.
+"""Brings one connected rank up: sizes, plan, cache, graphs, in an order that every rank shares.
 
-The channel comes first, so that a rank that dies from then on is seen by all. Every decision is
-rank 0's and is confirmed over the channel before any rank acts on it.
+Every decision is rank 0's and is confirmed over the channel before any rank acts on it.
 """
 
 from __future__ import annotations
@@ -9,24 +8,18 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tp_runtime.attention import KvCache
-from tp_runtime.broadcast import BroadcasterConfig, CpuTpBroadcaster
 from tp_runtime.device_state import DeviceState
-from tp_runtime.errors import ConfigError, TpGroupError
+from tp_runtime.errors import ConfigError
 from tp_runtime.planning import Decision, decide, decode_shape, eligibility_of
 from tp_runtime.reduce_tuning import tune_sums
-from tp_runtime.rendezvous import channel_address
 from tp_runtime.selection import (
     BackendSet,
     DecodeShape,
@@ -41,12 +34,11 @@ from tp_runtime.step_runner import StepRunner
 from tp_runtime.tuning import tune
 
 if TYPE_CHECKING:
-    from tp_runtime.broadcast import WaitMode
+    from tp_runtime.broadcast import CpuTpBroadcaster
     from tp_runtime.config import RuntimeConfig
     from tp_runtime.graphs import CaptureReport
     from tp_runtime.group import TpGroup
     from tp_runtime.models.base import DecodeModel, ModelShape
-    from tp_runtime.ranks import RankInfo
     from tp_runtime.step_times import StepTimes
 
 log = logging.getLogger(__name__)
@@ -56,72 +48,6 @@ Progress = Callable[[str, int, int], None]
 
 _NEWS_S = 2.0
 """Between two messages that tell the peers how far rank 0's selection is."""
-
-ALIKE = (
-    "model", "dtype", "max_batch_size", "max_seq_len", "kv_block_size", "kernel_page_size",
-    "kv_cache_tokens", "prefill_chunk_tokens", "decode_buckets", "enable_dynamic_decode_backend",
-    "selection_mode", "decode_backend", "disable_decode_backend", "all_reduce",
-)  # fmt: skip
-"""Settings that must be equal on every rank; the others are a rank's own affair."""
-
-
-def resolve_device(config: RuntimeConfig, local_rank: int) -> torch.device:
-    """The device of this rank. Raises ConfigError when it does not exist."""
-    available = torch.cuda.device_count()
-    name = config.device
-    if name == "auto":
-        name = "cuda" if available else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if local_rank >= available:
-        raise ConfigError(
-            f"device cuda: local rank {local_rank} needs its own GPU, this host has {available}; "
-            "start fewer ranks or use --device cpu"
-        )
-    device = torch.device("cuda", local_rank)
-    torch.cuda.set_device(device)
-    return device
-
-
-def join_by_environment(config: RuntimeConfig, info: RankInfo) -> CpuTpBroadcaster:
-    """Join the channel at the address that follows from torchrun's variables."""
-    address = channel_address(info) if info.tp_size > 1 else Path(os.devnull)
-    return CpuTpBroadcaster.join(
-        rank=info.tp_rank,
-        world_size=info.tp_size,
-        address=address,
-        config=_channel_config(config),
-    )
-
-
-def join_by_group(config: RuntimeConfig, group: TpGroup) -> CpuTpBroadcaster:
-    """Join the channel of a host that brings its own process group.
-
-    It has no names to derive an address from, so rank 0 makes a private folder and tells the
-    others through the group.
-    """
-    folder: str | None = None
-    try:
-        if group.rank == 0 and group.size > 1:
-            folder = tempfile.mkdtemp(prefix="tp_runtime-")
-        name = group.broadcast_bytes(os.fsencode(folder or os.devnull))
-        return CpuTpBroadcaster.join(
-            rank=group.rank,
-            world_size=group.size,
-            address=Path(os.fsdecode(name)) / "channel.sock",
-            config=_channel_config(config),
-        )
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _channel_config(config: RuntimeConfig) -> BroadcasterConfig:
-    return BroadcasterConfig(
-        join_timeout_s=config.join_timeout_s,
-        timeout_s=config.broadcast_timeout_s,
-        wait=cast("WaitMode", config.broadcast_wait),
-    )
 
 
 def share_sizes(
@@ -368,16 +294,3 @@ def _dropped_anywhere(
             dropped.setdefault((bucket, graph), f"rank {rank} had no memory to capture it")
     channel.publish([[*graph, reason] for graph, reason in dropped.items()])
     return dropped
-
-
-def settings_alike(config: RuntimeConfig) -> dict[str, Any]:
-    """The settings that `ALIKE` names, for `agree_alike`."""
-    return {name: getattr(config, name) for name in ALIKE}
-
-
-def check_group(config: RuntimeConfig, group: TpGroup) -> None:
-    """Raises TpGroupError when the host's group is not what the configuration asks for."""
-    if config.tp_size is not None and config.tp_size != group.size:
-        raise TpGroupError(
-            f"tp_size is {config.tp_size}, but the group that was passed has {group.size} ranks"
-        )

@@ -167,7 +167,7 @@ def fail_in_decode(
     group = open_group() if device == "cuda" and too_few_gpus(2) else None
     engine = Engine(config, group=group)
     engine.start()
-    pids = engine._open_channel().pids
+    pids = engine._connection.channel.pids
     try:
         if rank > 0:
             engine.serve_peer()

@@ -288,7 +288,7 @@ def stop_in_decode() -> dict[str, Any]:
             began = time.monotonic()
     except DeadlineExceeded as error:
         seconds = time.monotonic() - began
-        os.kill(engine._open_channel().pids[1], signal.SIGKILL)
+        os.kill(engine._connection.channel.pids[1], signal.SIGKILL)
         engine.close()
         return {"rank": error.rank, "seconds": seconds, "message": str(error)}
     raise AssertionError("nobody noticed")
