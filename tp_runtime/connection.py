@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from tp_runtime.broadcast import BroadcasterConfig, CpuTpBroadcaster
+from tp_runtime.device_pulse import DevicePulse, device_probe
 from tp_runtime.errors import BroadcastError, ConfigError, TpGroupError, TpRuntimeError
 from tp_runtime.group import TpGroup
 from tp_runtime.ranks import RankInfo
@@ -78,6 +79,7 @@ class Connection:
         self._on_failure: OnFailure = on_failure or config.on_failure  # type: ignore[assignment]
         self._channel: CpuTpBroadcaster | None = None
         self._watcher: FailureWatcher | None = None
+        self._pulse: DevicePulse | None = None
         self._group = group
         self._owns_group = group is None
 
@@ -107,6 +109,12 @@ class Connection:
         channel.rehearse_with(rehearse)
         if self._watcher is not None:
             self._watcher.watch_group(group)
+            if group.device.type == "cuda":
+                self._pulse = DevicePulse(
+                    device_probe(group.device),
+                    gave_up=lambda: group.gave_up,
+                    tell=channel.abort,
+                )
         agree_alike(
             channel,
             "the configuration",
@@ -207,10 +215,12 @@ class Connection:
         with ExitStack() as ends:
             if self._channel is not None:
                 ends.callback(self._channel.close)
+            if self._watcher is not None:  # after the group, which may still wait for its device
+                ends.callback(self._watcher.close)
             if self._group is not None and self._owns_group:
                 ends.callback(self.end, self._group.close)
-            if self._watcher is not None:
-                ends.callback(self._watcher.close)
+            if self._pulse is not None:
+                ends.callback(self._pulse.close)
 
 
 def resolve_device(config: RuntimeConfig, local_rank: int) -> torch.device:

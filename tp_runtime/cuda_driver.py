@@ -1,7 +1,9 @@
-"""The few calls of the CUDA driver that share device memory between processes.
+"""The few calls of the CUDA driver that torch does not offer, or not in a way that can be used.
 
-torch's allocator can share its memory as well, but only whole segments of it, and not those that
-grow (``expandable_segments``); memory of our own has neither limit.
+They share device memory between processes, and ask whether a device still works. torch's allocator
+can share its memory as well, but only whole segments of it, and not those that grow
+(``expandable_segments``); memory of our own has neither limit. torch's events hold the interpreter
+while they are asked, and may not be asked while another thread captures a graph.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ __all__ = ["HANDLE_BYTES", "CudaDriver", "Driver"]
 
 HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
+_RELAXED = 2  # capture mode: this thread may call what could disturb a capture of another
+_NOT_READY = 600
 
 
 class Driver(Protocol):
@@ -93,10 +97,34 @@ class CudaDriver:
         self._call("cuMemcpyDtoH_v2", data, ctypes.c_uint64(address), ctypes.c_size_t(nbytes))
         return data.raw
 
+    def context(self) -> int:
+        """The context that is current in the calling thread."""
+        context = ctypes.c_void_p()
+        self._call("cuCtxGetCurrent", ctypes.byref(context))
+        return context.value or 0
+
+    def fault(self, context: int, event: int) -> str | None:
+        """Why the work of a context has ended for good; None while it goes on.
+
+        Args:
+            context: becomes the current one of the calling thread, as no other may be made for it.
+            event: of this context.
+        """
+        mode = ctypes.c_int(_RELAXED)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        try:
+            self._call("cuCtxSetCurrent", ctypes.c_void_p(context))
+            code: int = self._cuda.cuEventQuery(ctypes.c_void_p(event))
+        finally:
+            self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        return None if code in (0, _NOT_READY) else f"CUDA error {code}: {self._text(code)}"
+
+    def _text(self, code: int) -> str:
+        text = ctypes.c_char_p()
+        self._cuda.cuGetErrorString(code, ctypes.byref(text))
+        return (text.value or b"no text").decode(errors="replace")
+
     def _call(self, name: str, *args: object) -> None:
         code = getattr(self._cuda, name)(*args)
         if code:
-            text = ctypes.c_char_p()
-            self._cuda.cuGetErrorString(code, ctypes.byref(text))
-            said = (text.value or b"no text").decode(errors="replace")
-            raise TpGroupError(f"{name} failed: {said} (error {code})")
+            raise TpGroupError(f"{name} failed: {self._text(code)} (error {code})")

@@ -71,12 +71,9 @@ class DeviceCollectives:
         self._peer: PeerReduce | None = None
         self.plan = NO_PEER_REDUCE
         self._starting = threading.Lock()
+        self._stopping = threading.Lock()
         self._stopped = False
         self._abort: threading.Thread | None = None
-        self._pulse: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._pulse = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._pulse.record(torch.cuda.current_stream(device))
 
     # ---- peer memory -------------------------------------------------------------------------
 
@@ -136,15 +133,6 @@ class DeviceCollectives:
     def gave_up(self) -> bool:
         """Whether a sum ended without its peer: results from then on mean nothing."""
         return self._peer is not None and self._peer.gave_up
-
-    def fault(self) -> str | None:
-        """What the driver says of a device whose work it has ended; None while all is well."""
-        try:
-            if self._pulse is not None:
-                self._pulse.query()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:  # every call fails then, this one is the cheapest
-            return str(error).partition("\n")[0]
-        return None
 
     # ---- collectives, as those of TpGroup ----------------------------------------------------
 
@@ -207,9 +195,10 @@ class DeviceCollectives:
         """
         if self._peer is not None:
             self._peer.stop()
-        if self._stopped:
-            return
-        self._stopped = True
+        with self._stopping:
+            if self._stopped:
+                return
+            self._stopped = True
         if self._owned:
             # in its own thread: after it has ended the kernels, NCCL waits for the graphs that hold
             # its collectives, and those belong to whoever asks us to stop

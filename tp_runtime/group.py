@@ -375,7 +375,7 @@ class TpGroup:
         """
         if self._failure is not None:
             raise self._failure
-        if self._on_device is None or not self._on_device.gave_up:
+        if not self.gave_up:
             return
         dead = None if self._watch is None else self._watch.dead()
         if dead is None:
@@ -394,9 +394,10 @@ class TpGroup:
         self.fail(lost)
         raise lost
 
-    def device_fault(self) -> str | None:
-        """Why the device of this rank works no more; None while it does. From any thread."""
-        return None if self._on_device is None else self._on_device.fault()
+    @property
+    def gave_up(self) -> bool:
+        """Whether a sum of the device has ended without its peer. From any thread."""
+        return self._on_device is not None and self._on_device.gave_up
 
     # ---- how devices sum ---------------------------------------------------------------------
 

@@ -4,9 +4,6 @@ The channel's failure descriptor becomes readable when the channel fails: a peer
 for too long, or aborted. The watcher sleeps on it. It then ends every wait of the group that can
 be ended, and does what the host asked for. A collective inside a driver or a library cannot be
 interrupted; only "exit" ends a process that is stuck there, so only the command line asks for it.
-
-It also asks now and then whether this rank's device still works. A fault of a kernel shows in the
-next call of the driver, but a rank that waits for rank 0 makes none, and rank 0 waits for its sums.
 """
 
 from __future__ import annotations
@@ -30,9 +27,9 @@ log = logging.getLogger(__name__)
 OnFailure = Literal["raise", "exit"] | Callable[["BroadcastError"], None]
 
 EXIT_CODE = 1
-PULSE_S = 0.25
 EXIT_GRACE_S = 2.0
 """How long the main thread may take to end by itself, with its own error message."""
+_CALLBACK_S = 10.0  # for a host's `on_failure` that is under way at the end
 
 
 class FailureWatcher:
@@ -77,7 +74,10 @@ class FailureWatcher:
         self._stopped.set()
         os.write(self._wake_write, b"x")
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(_CALLBACK_S)
+            if self._thread.is_alive():
+                log.warning("rank %d: the host's on_failure has not returned", self._rank)
+                return
         os.close(self._wake_read)
         os.close(self._wake_write)
 
@@ -86,14 +86,11 @@ class FailureWatcher:
         poll.register(self._channel.fileno(), select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
         while not self._stopped.is_set():
-            poll.poll(PULSE_S * 1e3)
+            poll.poll()
             cause = self._channel.failure
             if cause is not None:
                 self._failed(cause)
                 return
-            fault = None if self._group is None else self._group.device_fault()
-            if fault is not None:
-                self._channel.abort(f"its device failed: {fault}")
 
     def _failed(self, cause: BroadcastError) -> None:
         with self._lock:

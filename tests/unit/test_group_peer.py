@@ -111,27 +111,6 @@ def test_the_cause_that_the_watcher_knows_comes_first() -> None:
         group.raise_if_failed()
 
 
-class FakeEvent:
-    def __init__(self, error: Exception | None) -> None:
-        self._error = error
-
-    def query(self) -> bool:
-        if self._error is not None:
-            raise self._error
-        return True
-
-
-def test_a_device_is_asked_by_an_event_of_its_own() -> None:
-    group = group_on(FakeNccl(), owned=True)
-    assert group.device_fault() is None
-    device_of(group)._pulse = cast("Any", FakeEvent(None))
-    assert group.device_fault() is None
-    error = RuntimeError("CUDA error: an illegal memory access\nSearch for it in the manual")
-    device_of(group)._pulse = cast("Any", FakeEvent(error))
-    assert group.device_fault() == "CUDA error: an illegal memory access"
-    assert TpGroup.single(torch.device("cpu")).device_fault() is None
-
-
 def test_a_failure_aborts_nccl_once_and_waits_for_nothing() -> None:
     nccl = FakeNccl()
     group = group_on(nccl, owned=True)

@@ -124,7 +124,7 @@ class LayerChain:
         with torch.cuda.stream(self._stream):
             self.run(configs)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self._stream):
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 self.run(configs)
             graph.replay()
             times = [replay_us(graph, self._stream) for _ in range(repeats)]

@@ -222,7 +222,7 @@ def _captured(
     stream: torch.cuda.Stream,
 ) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         for launch in range(launches):
             inputs.run(config, weights[launch % len(weights)])
     return graph
