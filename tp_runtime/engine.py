@@ -7,6 +7,7 @@ others, also when there is nothing to do.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from tp_runtime.config import RuntimeConfig
 from tp_runtime.connection import Connection
 from tp_runtime.device_times import DeviceTimes
-from tp_runtime.errors import ConfigError, RequestError, TpRuntimeError
+from tp_runtime.errors import ConfigError, HarvestError, RequestError, TpRuntimeError
 from tp_runtime.root_loop import RootLoop
 from tp_runtime.startup import build_rank, capture_rank
 from tp_runtime.step_message import StepDecoder
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from tp_runtime.step_runner import RunnerStatistics
     from tp_runtime.step_times import StepTimeStatistics
     from tp_runtime.watcher import OnFailure
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,8 +96,9 @@ class Engine:
         self._make_tokenizer: Callable[[], Tokenizer] | None = None
         if tokenizer is not None:
             self._make_tokenizer = lambda: tokenizer
-        self._owner = threading.get_ident()
+        self._owner: int | None = None  # the thread that starts it
         self._decoder = StepDecoder()
+        self._ready = False
         self._runtime: RankRuntime | None = None
         self._captured: Captured | None = None
         self._root: RootLoop | None = None
@@ -133,8 +137,10 @@ class Engine:
         """
         if self._connection.closed:
             raise TpRuntimeError("the engine has been closed: make a new one")
-        if self._runtime is not None:
+        self._check_owner()
+        if self._ready:
             return
+        self._owner = threading.get_ident()
         tell = progress or (lambda stage, done, total: None)
         with self._connection.terminal():
             self._connection.open(rehearse=self._decoder.rehearse)
@@ -144,22 +150,25 @@ class Engine:
                 model = self._load_model(group, lambda done, total: tell("load", done, total))
             self._runtime = build_rank(self._config, channel, group, model, self._times, tell)
         self.trigger_capture(progress=tell)
-        self._connection.expect_steps()
-        if group.rank == 0:
-            self._root = RootLoop(
-                config=self._config,
-                channel=channel,
-                runtime=self._runtime,
-                shape=model.shape,
-                device=group.device,
-                tokenizer=self._make_tokenizer,
-                times=self._times,
-                check=group.raise_if_failed,
-            )
+        with self._connection.terminal():
+            self._connection.expect_steps()
+            if group.rank == 0:
+                self._root = RootLoop(
+                    config=self._config,
+                    channel=channel,
+                    runtime=self._runtime,
+                    shape=model.shape,
+                    device=group.device,
+                    tokenizer=self._make_tokenizer,
+                    times=self._times,
+                    check=group.raise_if_failed,
+                )
+        self._ready = True
 
     def trigger_capture(self, *, progress: Progress | None = None) -> None:
         """Capture the graphs, once, on all ranks together. `start` calls it when weights, cache
         and groups exist, before any request; later calls do nothing."""
+        self._check_owner()
         runtime, group = self._started()
         if self._captured is not None:
             return
@@ -258,16 +267,23 @@ class Engine:
                     yield output
         finally:
             if self._connection.failure is None and not self._connection.closed:
-                self._drop(root, mine)
+                # a forgotten iterator ends wherever its memory is collected
+                if threading.get_ident() != self._owner or root.in_step:
+                    root.abandon(tuple(mine))
+                else:
+                    self._drop(root, mine)
 
     def _drop(self, root: RootLoop, mine: set[str]) -> None:
         """Abort requests that nobody will ask for any more, and free their ids."""
         for request_id in mine:
             root.abort(request_id)
         while mine:
-            for output in root.step(self._connection.terminal, of=mine):
-                if output.finished:
-                    mine.discard(output.request_id)
+            try:
+                outputs = root.step(self._connection.terminal, of=mine)
+            except HarvestError as error:  # of these, whose end nobody waits for
+                log.warning("%s", error)
+                continue
+            mine.difference_update(output.request_id for output in outputs if output.finished)
 
     @property
     def unfinished(self) -> int:
@@ -294,6 +310,7 @@ class Engine:
             BroadcastError: a rank was lost or silent.
         """
         runtime, group = self._started()
+        self._check_owner()
         if group.rank == 0:
             raise TpRuntimeError("rank 0 plans the steps: call step() or generate() on it")
         with self._connection.terminal():
@@ -415,9 +432,12 @@ class Engine:
             raise TpRuntimeError("the engine has not been started: call start() first")
         return self._runtime, self._connection.group
 
+    def _check_owner(self) -> None:
+        if self._owner not in (None, threading.get_ident()):
+            raise TpRuntimeError("an engine belongs to the thread that started it")
+
     def _root_loop(self) -> RootLoop:
-        if threading.get_ident() != self._owner:
-            raise TpRuntimeError("an engine belongs to the thread that made it")
+        self._check_owner()
         if self._root is None:
             _, group = self._started()
             raise TpRuntimeError(f"rank {group.rank} has no requests: call serve_peer() on it")

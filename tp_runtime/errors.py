@@ -28,6 +28,11 @@ This module imports nothing but the standard library, so that every part may use
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 
 class TpRuntimeError(Exception):
     """Base of every error that this library raises on purpose."""
@@ -73,7 +78,15 @@ class HarvestError(TpRuntimeError):
     """Tokens of a step could not be delivered. The requests it names were aborted, others go on.
 
     Raised one step late where two steps are in flight.
+
+    Args:
+        message: the whole sentence for the person who reads it.
+        request_ids: of the requests that were aborted.
     """
+
+    def __init__(self, message: str, *, request_ids: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.request_ids = tuple(request_ids)
 
 
 class PagePoolError(TpRuntimeError):

@@ -141,10 +141,10 @@ class OutputStream:
 
     def abort(self, error: str | None = None) -> RequestOutput:
         """End it where it is; `error` says why when nobody asked for it."""
+        if self._text_stream is not None and error is None:
+            self._text += self._text_stream.flush()  # may raise: it has not ended then
         self.finish_reason = "abort"
         self.error = error
-        if self._text_stream is not None and error is None:
-            self._text += self._text_stream.flush()
         return self._output()
 
     def _cut_at_stop_string(self) -> bool:
@@ -240,7 +240,7 @@ class Harvest:
             HarvestError: some requests could not take their token and were aborted; the others
                 have theirs.
         """
-        failed: list[str] = []
+        failed: dict[str, Exception] = {}
         for request, token in zip(snapshot.sampled, tokens, strict=True):
             stream = request.output
             if stream.finish_reason is not None:
@@ -249,15 +249,23 @@ class Harvest:
                 output = stream.push(token) if token >= 0 else self._without_token(snapshot, stream)
             except Exception as error:  # noqa: BLE001 - a text stream may be anybody's code
                 output = stream.abort(f"step {snapshot.step}: {error!r}")
-                failed.append(f"{request.request_id} ({error!r})")
-            self.outputs.append(output)
-            if stream.finished:
-                self._ended(snapshot.step, request)
+                failed[request.request_id] = error
+            self._emit(snapshot.step, request, output)
         for request in snapshot.aborted:
-            if not request.output.finished:
-                self._emit(snapshot.step, request, request.output.abort())
+            stream = request.output
+            if stream.finished:
+                continue
+            try:
+                output = stream.abort()
+            except Exception as error:  # noqa: BLE001 - as above
+                output = stream.abort(f"step {snapshot.step}: {error!r}")
+                failed[request.request_id] = error
+            self._emit(snapshot.step, request, output)
         if failed:
-            raise HarvestError(f"step {snapshot.step}: aborted requests: {', '.join(failed)}")
+            named = ", ".join(f"{request_id} ({error!r})" for request_id, error in failed.items())
+            raise HarvestError(
+                f"step {snapshot.step}: aborted requests: {named}", request_ids=tuple(failed)
+            )
 
     @staticmethod
     def _without_token(snapshot: Snapshot, stream: OutputStream) -> RequestOutput:

@@ -87,7 +87,6 @@ class RootLoop:
         self._tokenizer = tokenizer
         self._times = times
         self._in_flight = config.async_decode
-        self._async = AsyncRunner(device=device, name="tp-harvest")
         self._ring = StagingRing(
             STEPS_IN_FLIGHT + 1, shape=(runtime.sizes.slots,), dtype=torch.int64, device=device
         )
@@ -114,7 +113,12 @@ class RootLoop:
             for variant in range(len(plan.variants(bucket)))
         }
         self._ran: Ran | None = None
+        # last, as nobody ends its thread where one of the others fails
+        self._async = AsyncRunner(device=device, name="tp-harvest")
         self._undelivered: deque[HarvestError] = deque()
+        self._abandoned: deque[str] = deque()
+        self._unwanted: set[str] = set()
+        self._in_step = False
         self._lost: Exception | None = None
 
     @property
@@ -192,10 +196,22 @@ class RootLoop:
         Raises:
             HarvestError: tokens of an earlier step could not be delivered.
         """
+        self._in_step = True
+        try:
+            self._step(terminal, of)
+        finally:
+            self._in_step = False
+        return self._take_outputs(of)
+
+    def _step(
+        self, terminal: Callable[[], AbstractContextManager[None]], of: Container[str] | None
+    ) -> None:
+        self._finish_harvest()
         with terminal():
-            self._finish_harvest()
-        self._raise_undelivered()
-        with terminal():
+            self._raise_lost()
+        self._raise_undelivered(of)
+        self._abort_abandoned()
+        with terminal():  # all of it: what is published has to run
             step = self._scheduler.step
             self._times.begin(step)
             with self._times.measure(step, Phase.PLAN):
@@ -204,29 +220,47 @@ class RootLoop:
                 next_s = self._cadence.expected_s(plan.kind)
                 self._channel.publish(self._encoder.encode(plan), next_s=next_s)
                 self._cadence.count(time.monotonic(), plan.kind)
-        # only now: the worker shares the interpreter with this thread, and while it plans and
-        # publishes every peer waits for it, but while the model runs the interpreter is idle
-        self._start_harvest()
-        with terminal():
+            # only now: the worker shares the interpreter with this thread, and while it plans and
+            # publishes every peer waits for it, but while the model runs the interpreter is idle
+            self._start_harvest()
             tokens = self._runtime.runner.run(plan)
             lease = None if tokens is None else self._ring.stage(tokens)
-        self._ran = Ran(snapshot=snapshot, lease=lease)
-        if not self._in_flight or plan.kind is StepKind.IDLE:
-            self._start_harvest()
-            with terminal():
-                self._finish_harvest()
-        self._raise_undelivered()
-        return self._take_outputs(of)
+            self._ran = Ran(snapshot=snapshot, lease=lease)
+            if not self._in_flight or plan.kind is StepKind.IDLE:
+                self._harvest_all()
+        self._raise_undelivered(of)
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is under way: what it calls may not begin another."""
+        return self._in_step
+
+    def abandon(self, request_ids: Sequence[str]) -> None:
+        """Abort these with the next step, and drop their outputs. From any thread."""
+        self._abandoned.extend(request_ids)
+
+    def _abort_abandoned(self) -> None:
+        while self._abandoned:
+            request_id = self._abandoned.popleft()
+            if self.abort(request_id):
+                self._unwanted.add(request_id)
 
     def sync(self, terminal: Callable[[], AbstractContextManager[None]]) -> None:
         """Harvest all that has run. Raises HarvestError, as `step`."""
         with terminal():
             self._harvest_all()
-        self._raise_undelivered()
+        self._raise_undelivered(None)
 
-    def _raise_undelivered(self) -> None:
-        if self._undelivered:
-            raise self._undelivered.popleft()
+    def _raise_lost(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    def _raise_undelivered(self, of: Container[str] | None) -> None:
+        """Raise what concerns these requests; the rest is for whoever asks for the others."""
+        for error in self._undelivered:
+            if of is None or any(request_id in of for request_id in error.request_ids):
+                self._undelivered.remove(error)
+                raise error
 
     def stop(self) -> None:
         """Tell the peers that this was the last step."""
@@ -239,6 +273,11 @@ class RootLoop:
         queue = self._harvest.outputs
         while queue:
             output = queue.popleft()
+            if output.request_id in self._unwanted:
+                if output.finished:
+                    self._unwanted.discard(output.request_id)
+                    del self._live[output.request_id]
+                continue
             if of is not None and output.request_id not in of:
                 others.append(output)
                 continue
@@ -319,25 +358,26 @@ class RootLoop:
 
     def _start_harvest(self) -> None:
         """Harvest the step that ran last, on the worker, which is idle."""
-        ran, self._ran = self._ran, None
+        ran = self._ran
         if ran is not None:
             self._async.launch(lambda: self._harvest_step(ran))
+            self._ran = None
 
     def _finish_harvest(self) -> None:
-        """Wait for the worker. Raises what ended the group or the device."""
+        """Wait for the worker; what went wrong is kept for `_raise_lost`, `_raise_undelivered`."""
         try:
             self._async.sync()
         except HarvestError as error:
             self._undelivered.append(error)
-        if self._lost is not None:
-            raise self._lost
+        except Exception as error:  # noqa: BLE001 - raised where it ends the engine
+            self._lost = self._lost or error
 
     def _harvest_all(self) -> None:
         """Harvest every step that has run. Raises what ended the group or the device."""
-        for _ in range(STEPS_IN_FLIGHT):
-            self._finish_harvest()
-            self._start_harvest()
-            self._finish_harvest()
+        self._finish_harvest()
+        self._start_harvest()
+        self._finish_harvest()
+        self._raise_lost()
 
     def _harvest_step(self, ran: Ran) -> None:
         with self._times.measure(ran.snapshot.step, Phase.HARVEST):
@@ -355,5 +395,6 @@ class RootLoop:
             except Exception as error:
                 aborted = self._harvest.fail(ran.snapshot, error)
                 raise HarvestError(
-                    f"step {ran.snapshot.step}: {error!r}; aborted requests: {aborted}"
+                    f"step {ran.snapshot.step}: {error!r}; aborted requests: {aborted}",
+                    request_ids=aborted,
                 ) from error

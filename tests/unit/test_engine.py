@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tp_runtime import Engine, RuntimeConfig, SamplingParams, TpRuntimeError
-from tp_runtime.errors import ConfigError, HarvestError, PeerLost, RequestError
+from tp_runtime.errors import CaptureError, ConfigError, HarvestError, PeerLost, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,21 +20,24 @@ LETTERS = "abcdefghijklmnop"
 
 
 class Letters:
-    """Token n is a letter; streams that are made while `broken` fail at their third token."""
+    """Token n is a letter. Streams that are made while `broken` fail at their third token, those
+    made while `stuck` when they are flushed."""
 
     def __init__(self) -> None:
         self.broken = False
+        self.stuck = False
 
     def encode(self, text: str) -> list[int]:
         return [LETTERS.index(letter) for letter in text]
 
     def stream(self) -> TextStream:
-        return LetterStream(3 if self.broken else 10**9)
+        return LetterStream(3 if self.broken else 10**9, stuck=self.stuck)
 
 
 class LetterStream:
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, stuck: bool) -> None:
         self.left = most
+        self.stuck = stuck
 
     def push(self, token_id: int) -> str:
         self.left -= 1
@@ -42,6 +46,8 @@ class LetterStream:
         return LETTERS[token_id % len(LETTERS)]
 
     def flush(self) -> str:
+        if self.stuck:
+            raise RuntimeError("the text stream cannot end")
         return ""
 
 
@@ -125,6 +131,109 @@ def test_a_text_stream_that_breaks_ends_its_request_and_no_other(
     assert "the text stream broke" in (last[bad].error or "")
     assert (last[good].finish_reason, len(last[good].token_ids)) == ("length", 12)
     assert tokens_of(engine, [1, 2], GREEDY) == last[good].token_ids, "the engine goes on"
+
+
+def steps_and_errors(
+    engine: Engine, most: int = 50
+) -> tuple[dict[str, RequestOutput], list[HarvestError]]:
+    """Step until nothing is left; the last output of each request, and what was raised."""
+    last: dict[str, RequestOutput] = {}
+    errors = []
+    for _ in range(most):
+        try:
+            last.update({output.request_id: output for output in engine.step()})
+        except HarvestError as error:
+            errors.append(error)
+        if not engine.unfinished:
+            break
+    return last, errors
+
+
+def test_a_request_ends_although_another_breaks_in_the_step_before(
+    engine: Engine, letters: Letters
+) -> None:
+    letters.broken = True
+    bad = engine.add_request([1, 2], GREEDY)
+    letters.broken = False
+    good = engine.add_request([3, 4], GREEDY)
+    _, before = steps_and_errors(engine, most=3)
+    engine.abort(bad)
+    engine.abort(good)  # nothing is left to run, and the step that broke may not be harvested yet
+    last, errors = steps_and_errors(engine)
+    assert {last[name].finish_reason for name in (bad, good)} == {"abort"}
+    assert [error.request_ids for error in (*before, *errors)] == [(bad,)]
+    assert engine.unfinished == 0
+
+
+def test_an_abort_ends_a_request_whose_text_cannot_end(engine: Engine, letters: Letters) -> None:
+    letters.stuck = True
+    bad = engine.add_request([1, 2], GREEDY)
+    for _ in range(3):
+        engine.step()
+    engine.abort(bad)
+    last, errors = steps_and_errors(engine)
+    assert last[bad].finish_reason == "abort"
+    assert "cannot end" in (last[bad].error or "")
+    assert [error.request_ids for error in errors] == [(bad,)]
+    letters.stuck = False
+    assert len(tokens_of(engine, [1, 2], GREEDY)) == 12, "the engine goes on"
+
+
+def test_an_error_of_another_request_does_not_end_an_iterator(
+    engine: Engine, letters: Letters
+) -> None:
+    letters.broken = True
+    bad = engine.add_request([3, 4], GREEDY, request_id="other")
+    letters.broken = False
+    outputs = list(engine.generate([[1, 2]], GREEDY))
+    assert (outputs[-1].finish_reason, len(outputs[-1].token_ids)) == ("length", 12)
+    last, errors = steps_and_errors(engine)
+    assert last[bad].finish_reason == "abort"
+    assert [error.request_ids for error in errors] == [(bad,)]
+
+
+def test_an_iterator_that_ends_on_another_thread_leaves_its_requests_to_the_next_step(
+    engine: Engine,
+) -> None:
+    iterator = engine.generate([[1, 2], [3, 4]], GREEDY)
+    next(iterator)
+    assert isinstance(iterator, Generator)
+    thread = threading.Thread(target=iterator.close)  # as the garbage collector may
+    thread.start()
+    thread.join()
+    mine = engine.add_request([5], GREEDY)
+    last = run(engine)
+    assert set(last) == {mine}
+    assert len(list(engine.generate([[1, 2]], GREEDY))) == 12, "the ids are free again"
+
+
+def test_the_thread_that_starts_an_engine_owns_it() -> None:
+    engine = Engine(config())
+    tokens: list[int] = []
+
+    def serve() -> None:
+        engine.start()
+        tokens.extend(tokens_of(engine, [1, 2], GREEDY))
+        engine.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+    assert len(tokens) == 12
+
+
+def test_a_start_that_failed_is_not_taken_for_one_that_worked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise CaptureError("no memory")
+
+    monkeypatch.setattr("tp_runtime.step_runner.StepRunner.capture", full)
+    engine = Engine(config())
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="no memory"):
+            engine.start()
+    engine.close()
 
 
 def test_a_device_that_gives_no_tokens_ends_the_engine(
@@ -221,7 +330,7 @@ def test_an_engine_belongs_to_one_thread(engine: Engine) -> None:
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    assert "belongs to the thread that made it" in str(caught[0])
+    assert "belongs to the thread that started it" in str(caught[0])
 
 
 def test_a_batch_beyond_the_largest_bucket_runs_eagerly_and_is_counted() -> None:
