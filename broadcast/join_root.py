@@ -60,7 +60,7 @@ def admit_peers(
         PeerLost: a rank that had joined died before the group was complete.
         HandshakeRefused: the address is in use.
     """
-    listener = Listener(path, backlog=identity.world_size + 16)
+    listener = Listener(path, backlog=identity.world_size + 16, timeout_s=deadline.remaining_s())
     with select.epoll() as epoll:
         join = _Join(listener, epoll, identity=identity, page=page, config=config, path=Path(path))
         try:

@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 # sockaddr_un holds 108 bytes with the final zero.
 _MAX_ADDRESS_BYTES = 107
 _RETRY_S = (0.001, 0.02)
+_LOCK_POLL_S = 0.005
+_UNLINK_S = 1.0
 
 
 def _new_socket() -> socket.socket:
@@ -60,9 +62,24 @@ class Address:
             )
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock of the folder: of several ranks 0, one at a time looks and binds."""
-        fcntl.flock(self._folder, fcntl.LOCK_EX)
+    def locked(self, timeout_s: float) -> Iterator[None]:
+        """Hold the lock of the folder: of several ranks 0, one at a time looks and binds.
+
+        Raises:
+            DeadlineExceeded: another process, which may be stopped, held it for too long.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise DeadlineExceeded(
+                        f"the folder {self.path.parent} was locked by another process for "
+                        f"{timeout_s:g} s: does a start there hang? (fuser names it)"
+                    ) from None
+                time.sleep(_LOCK_POLL_S)
         try:
             yield
         finally:
@@ -88,16 +105,18 @@ class Listener:
 
     Args:
         backlog: connections that may wait to be accepted.
+        timeout_s: how long another start in the same folder is waited for.
 
     Raises:
+        DeadlineExceeded: another start did not end in time.
         HandshakeRefused: another run listens at this address, or the file is no socket of ours.
     """
 
-    def __init__(self, path: str | Path, *, backlog: int) -> None:
+    def __init__(self, path: str | Path, *, backlog: int, timeout_s: float) -> None:
         self._address = Address(path)
         self.sock = _new_socket()
         try:
-            with self._address.locked():
+            with self._address.locked(timeout_s):
                 self._remove_stale()
                 # Linux gives the file the mode of the socket, so it never is open to others.
                 os.fchmod(self.sock.fileno(), 0o600)
@@ -145,10 +164,13 @@ class Listener:
 
     def close(self) -> None:
         self.sock.close()
-        with self._address.locked():
-            found = self._address.stat()
-            if found is not None and (found.st_dev, found.st_ino) == self._inode:
-                self._address.unlink()
+        try:
+            with self._address.locked(_UNLINK_S):
+                found = self._address.stat()
+                if found is not None and (found.st_dev, found.st_ino) == self._inode:
+                    self._address.unlink()
+        except DeadlineExceeded as error:  # whoever binds there next removes the file
+            log.warning("the socket file %s is left behind: %s", self._address.path, error)
         self._address.close()
 
 

@@ -75,6 +75,7 @@ class Connection:
         self.rank = 0 if group is None else group.rank
         self.failure: BaseException | None = None
         self.closed = False
+        self._pid = os.getpid()
         self._config = config
         self._on_failure: OnFailure = on_failure or config.on_failure  # type: ignore[assignment]
         self._channel: CpuTpBroadcaster | None = None
@@ -145,6 +146,11 @@ class Connection:
         """From here on the ranks run steps, which take less than forming and loading did."""
         if self._owns_group:
             self.group.set_timeout(self._config.broadcast_timeout_s)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child, to which nothing of the connection belongs."""
+        return os.getpid() != self._pid
 
     # ---- failure -----------------------------------------------------------------------------
 

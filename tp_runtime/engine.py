@@ -395,7 +395,7 @@ class Engine:
             reason: why this is no orderly end; every other rank then raises with it.
         """
         connection, root, runtime = self._connection, self._root, self._runtime
-        if connection.closed:
+        if connection.closed or connection.forked:
             return
         connection.closed = True
         connection.stop(None if root is None else root.stop, reason)

@@ -143,14 +143,16 @@ class DecodeGraphs:
 
         Args:
             progress: called with (graphs done, graphs in all).
-            before_each: called before each graph, such as a barrier of the ranks, so that the
-                collectives of one rank do not wait for the slow compilation on another.
+            before_each: called before each graph where several ranks capture together, such as
+                their barrier, so that the collectives of one rank do not wait for the slow
+                compilation on another.
 
         A graph for which there is no memory is left out, with a warning; `dropped` names it.
 
         Raises:
             CaptureError: closed, or the step function cannot be captured for another reason; names
-                bucket and variant. Nothing is kept then.
+                bucket and variant. Nothing is kept then. Also no memory for the eager run before a
+                capture, where `before_each` is given: the other ranks wait in its collectives.
         """
         if self._closed:
             raise CaptureError("capture after close; make a new DecodeGraphs")
@@ -295,35 +297,37 @@ class DecodeGraphs:
         stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         pool = torch.cuda.graph_pool_handle()
         for done, (bucket, variant) in enumerate(order, start=1):
+            recording = False
             try:
                 if before_each is not None:
                     before_each()
-                self._capture_one(bucket, variant, stream, pool)
-            except torch.OutOfMemoryError as error:
-                torch.cuda.empty_cache()
-                free, total = torch.cuda.mem_get_info(self._device)
-                reason = (
-                    f"no memory to capture it, {free / 2**30:.2f} of {total / 2**30:.2f} GiB free "
-                    f"on {self._device}"
-                )
-                log.warning("bucket %d variant %d is left out: %s", bucket, variant, reason)
-                log.debug("out of memory: %s", error)
-                self._dropped[bucket, variant] = reason
+                self._warm_up(bucket, variant, stream)
+                recording = True
+                self._record(bucket, variant, stream, pool)
             except RuntimeError as error:
+                no_memory = isinstance(error, torch.OutOfMemoryError)
+                if no_memory:
+                    torch.cuda.empty_cache()
                 free, total = torch.cuda.mem_get_info(self._device)
-                self._destroy()
-                raise CaptureError(
-                    f"bucket {bucket} variant {variant} could not be captured after "
-                    f"{done - 1} of {len(order)} graphs, with {free / 2**30:.2f} of "
-                    f"{total / 2**30:.2f} GiB free on {self._device}: {error}"
-                ) from error
+                room = f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB free on {self._device}"
+                if no_memory and (recording or before_each is None):
+                    reason = f"no memory to capture it, {room}"
+                    log.warning("bucket %d variant %d is left out: %s", bucket, variant, reason)
+                    log.debug("out of memory: %s", error)
+                    self._dropped[bucket, variant] = reason
+                else:
+                    self._destroy()
+                    raise CaptureError(
+                        f"bucket {bucket} variant {variant} could not be captured after "
+                        f"{done - 1} of {len(order)} graphs, with {room}: {error}"
+                    ) from error
             if progress is not None:
                 progress(done, len(order))
         torch.cuda.synchronize(self._device)
         free_after, _ = torch.cuda.mem_get_info(self._device)
         return max(0, free_before - free_after)
 
-    def _capture_one(self, bucket: int, variant: int, stream: torch.cuda.Stream, pool: Any) -> None:
+    def _warm_up(self, bucket: int, variant: int, stream: torch.cuda.Stream) -> None:
         with torch.cuda.device(self._device):
             current = torch.cuda.current_stream()
             stream.wait_stream(current)
@@ -331,6 +335,9 @@ class DecodeGraphs:
                 for _ in range(WARM_UPS):
                     self._step_fn(dict(self._views[bucket]), bucket, variant)
             current.wait_stream(stream)
+
+    def _record(self, bucket: int, variant: int, stream: torch.cuda.Stream, pool: Any) -> None:
+        with torch.cuda.device(self._device):
             graph = torch.cuda.CUDAGraph()
             # thread_local: another thread, such as a watcher, may use the device meanwhile
             with torch.cuda.graph(

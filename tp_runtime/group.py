@@ -8,10 +8,12 @@ wait of the host is bounded, and a rank that has ended is named at once.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self, cast
 
@@ -53,6 +55,9 @@ _POLL_S = 0.0001
 _DEATH_SHOWS_S = 0.2  # from the reset of a dead peer's socket to the end of its process
 
 
+_groups: weakref.WeakSet[TpGroup] = weakref.WeakSet()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStatistics:
     """What a group has done since it was made.
@@ -74,7 +79,8 @@ class TpGroup:
     """One rank's member of a tensor-parallel group.
 
     Made by :meth:`create`, :meth:`single` or :meth:`from_process_group`. Every rank calls the
-    same collectives in the same order, one thread at a time; :meth:`fail` is for any thread.
+    same collectives in the same order, one thread at a time; :meth:`fail` is for any thread. A
+    forked child may not use it, and does nothing to it by closing it.
 
     Attributes:
         rank: TP rank, 0 <= rank < size.
@@ -112,6 +118,7 @@ class TpGroup:
             self._on_device = DeviceCollectives(
                 accelerator, rank=rank, device=device, owned=owned, explained=self._explained
             )
+        _groups.add(self)
         if size > 1:
             self._watch = watch_peers(self._exchange, rank=rank)
             if self._on_device is not None and self._watch is not None:
@@ -454,6 +461,18 @@ class TpGroup:
             self._cpu.shutdown()
         self._cpu = None
 
+    def _abandon(self) -> None:
+        """In a forked child, to which nothing of it belongs, neither threads nor shared memory."""
+        ends = (self._cpu, self._shared, self._on_device, self._watch)
+        for end in ends:  # nor may their memory be collected: gloo's end waits for its threads
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(end))
+        self._cpu = self._shared = self._on_device = self._watch = None
+        self._lock = threading.Lock()
+        self._closed = True
+        self._failure = TpGroupError(
+            f"TP rank {self.rank}: a forked child may not use the group of process {os.getppid()}"
+        )
+
     def __enter__(self) -> Self:
         return self
 
@@ -548,6 +567,14 @@ class TpGroup:
 
     def _exchange(self, row: torch.Tensor) -> torch.Tensor:
         return self._host_side(self.all_gather, row)
+
+
+def _after_fork_in_child() -> None:
+    for group in list(_groups):
+        group._abandon()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _served_device(pg: dist.ProcessGroup, kinds: set[str]) -> torch.device:

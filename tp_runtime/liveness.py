@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
 import select
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,32 +31,41 @@ class PeerWatch:
     def __init__(self, pids: Sequence[int], *, rank: int) -> None:
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}
-        self._gone: int | None = None
+        self._gone: list[int] = []
+        self._lock = threading.Lock()
         for peer, pid in enumerate(pids):
             if peer == rank:
                 continue
             try:
                 fd = os.pidfd_open(pid)
             except ProcessLookupError:
-                self._gone = peer
+                self._gone.append(peer)
             else:
                 self._ranks[fd] = peer
                 self._poll.register(fd, select.POLLIN)
 
     def dead(self) -> int | None:
-        """The TP rank of a peer that has ended, or None. Takes about a microsecond."""
-        if self._gone is None:
-            for fd, _ in self._poll.poll(0):
-                self._gone = self._ranks.get(fd)
-        return self._gone
+        """The TP rank of the first peer that has ended, or None. Takes about a microsecond."""
+        gone = self.all_dead()
+        return gone[0] if gone else None
+
+    def all_dead(self) -> list[int]:
+        """The TP ranks of the peers that have ended, in the order in which that was seen."""
+        with self._lock:  # two threads may not poll at once
+            for fd, _ in self._poll.poll(0) if self._ranks else ():
+                peer = self._ranks.pop(fd)
+                self._poll.unregister(fd)
+                os.close(fd)
+                self._gone.append(peer)
+            return list(self._gone)
 
     def close(self) -> None:
         """Gives the descriptors back. Idempotent."""
-        while self._ranks:
-            fd, _ = self._ranks.popitem()
-            with contextlib.suppress(KeyError):
+        with self._lock:
+            while self._ranks:
+                fd, _ = self._ranks.popitem()
                 self._poll.unregister(fd)
-            os.close(fd)
+                os.close(fd)
 
 
 def watch_peers(exchange: Callable[[torch.Tensor], torch.Tensor], *, rank: int) -> PeerWatch | None:

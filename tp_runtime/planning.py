@@ -225,6 +225,11 @@ class _Choice:
     def _select(self, report: BenchReport) -> BackendPlan:
         rule = dict(self.rule)
         priority = [name for name in rule.pop("priority") if name not in report.refusals]
+        if not priority:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in report.refusals.items())
+            raise BackendUnavailable(
+                f"no decode backend that was measured on {self.info.name} may serve: {reasons}"
+            )
         mode = cast("Literal['stable', 'adaptive']", rule.pop("mode"))
         return select(
             report.samples,

@@ -231,17 +231,39 @@ def await_ranks(
         Exception: what ``failure`` gives.
     """
     keys = [f"arrived/{rank}" for rank in range(info.tp_size)]
+    missing = list(range(info.tp_size))
+    outcome: Queue[Exception | None] = Queue()
+    over = threading.Event()
+
+    def arrive() -> None:
+        try:
+            store.set(keys[info.tp_rank], "1")
+            while missing and not over.wait(_ARRIVAL_POLL_S):
+                missing[:] = [rank for rank in missing if not store.check([keys[rank]])]
+            outcome.put(None)
+        except RuntimeError as error:
+            outcome.put(error)
+
+    # in a thread: the store answers without a deadline, and its process may be stopped
+    thread = threading.Thread(target=arrive, name="tp_runtime-arrive", daemon=True)
+    thread.start()
     deadline = time.monotonic() + timeout_s
     try:
-        store.set(keys[info.tp_rank], "1")
-        while not store.check(keys):
-            _raise_failure(failure)
-            if time.monotonic() > deadline:
-                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                raise TpGroupError(_not_formed(info, timeout_s, f"TP ranks {missing} did not come"))
-            time.sleep(_ARRIVAL_POLL_S)
-    except RuntimeError as error:  # the process that listens is gone
-        raise TpGroupError(_not_formed(info, timeout_s, error)) from error
+        while time.monotonic() < deadline:
+            try:
+                error = outcome.get(timeout=_ARRIVAL_POLL_S)
+            except Empty:
+                _raise_failure(failure)
+                continue
+            if error is not None:  # the process that listens is gone
+                raise TpGroupError(_not_formed(info, timeout_s, error)) from error
+            return
+    finally:
+        over.set()
+        thread.join(_STORE_GRACE_S)
+    silent = "the store does not answer: is global rank 0 stopped?"
+    late = silent if thread.is_alive() else f"TP ranks {missing} did not come"
+    raise TpGroupError(_not_formed(info, timeout_s, late))
 
 
 def make_gloo(store: Store, info: RankInfo, *, timeout_s: float) -> Collectives:

@@ -356,20 +356,24 @@ class SharedReduce:
                 )
 
     def _raise_if_lost(self, peer: int, epoch: int) -> None:
-        dead = self._watch.dead()
-        if dead is None or (dead * _LINE_WORDS == peer and self._words[peer] >= epoch):
-            return
-        if self._words[dead * _LINE_WORDS + _STATUS] == _CLOSED and dead * _LINE_WORDS != peer:
-            return
-        reason = "its process has ended"
-        self._end(
-            PeerLost(
-                f"TP rank {self._rank} waited for TP rank {dead} in operation {epoch}, but "
-                f"{reason}; look at its output",
-                rank=dead,
-                reason=reason,
+        for dead in self._watch.all_dead():
+            line = dead * _LINE_WORDS
+            # it may have come here before it ended, or have left in good order
+            if (
+                self._words[line] >= epoch
+                if line == peer
+                else self._words[line + _STATUS] == _CLOSED
+            ):
+                continue
+            reason = "its process has ended"
+            self._end(
+                PeerLost(
+                    f"TP rank {self._rank} waited for TP rank {dead} in operation {epoch}, but "
+                    f"{reason}; look at its output",
+                    rank=dead,
+                    reason=reason,
+                )
             )
-        )
 
     def _end(self, error: Exception) -> NoReturn:
         self.fail(error)

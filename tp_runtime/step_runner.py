@@ -141,7 +141,8 @@ class StepRunner:
         for bucket in self._plan.buckets:
             for name in self._plan.variants(bucket):
                 self._backends[name].prepare_for_capture(bucket)
-        return self._graphs.capture(progress, before_each=self._group.barrier)
+        alone = self._group.size == 1
+        return self._graphs.capture(progress, before_each=None if alone else self._group.barrier)
 
     @property
     def dropped(self) -> dict[tuple[int, int], str]:

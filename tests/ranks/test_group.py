@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tp_runtime.broadcast.sockets import process_state
 from tp_runtime.errors import ChannelClosed, DeadlineExceeded, PeerLost, TpGroupError
 from tp_runtime.group import TpGroup
-from tp_runtime.process_group import connect_store
+from tp_runtime.process_group import await_ranks, connect_store
 from tp_runtime.ranks import RankInfo
 from tp_runtime.shared_memory import MEMORY_NAME
 from tp_runtime.testing import run_ranks
@@ -245,6 +246,55 @@ def fail_wakes(shared: bool) -> str:
     return ""
 
 
+def a_child_is_forked() -> list[object]:
+    """A child of rank 0 uses and leaves the group; the ranks go on."""
+    result: list[object] = []
+    with make_group(shared=True) as group:
+        group.barrier()
+        if group.rank == 0:
+            read, write = os.pipe()
+            child = os.fork()
+            if child == 0:
+                with group:  # its end in the child
+                    try:
+                        group.all_reduce(torch.ones(3))
+                    except TpGroupError as error:
+                        os.write(write, str(error).encode())
+                os._exit(0)
+            os.close(write)
+            _, status = os.waitpid(child, 0)
+            result = [status, os.read(read, 1000).decode()]
+            os.close(read)
+        result.append(group.all_reduce(torch.ones(2)).tolist())
+        group.barrier()
+    return result
+
+
+def rank_0_is_stopped() -> str:
+    """While the ranks meet. On rank 1: what it says of the store that does not answer."""
+    info = RankInfo.from_env()
+    store = connect_store(info, timeout_s=20)
+    if info.tp_rank == 0:
+        store.set("pid", str(os.getpid()))
+        wait_for_file("connected")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return "went on"
+    pid = int(store.get("pid"))
+    signal_file("connected").touch()
+    while process_state(pid) != "stopped":
+        time.sleep(0.01)
+    try:
+        with pytest.raises(TpGroupError) as caught:
+            await_ranks(store, info, timeout_s=1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    # torch aborts a process that ends while the store answers in a thread
+    for thread in threading.enumerate():
+        if thread.name == "tp_runtime-arrive":
+            thread.join(10)
+    return str(caught.value)
+
+
 def one_is_late(shared: bool) -> str:
     group = make_group(shared=shared, timeout_s=3.0)
     if group.rank == 1:
@@ -317,6 +367,7 @@ def all_failures() -> list[object]:
         [fail_wakes(shared) for shared in (True, False)],
         [one_is_late(shared) for shared in (True, False)],
         one_returns_early(True),
+        a_child_is_forked(),
     ]
 
 
@@ -354,6 +405,15 @@ def test_failures_end_every_wait() -> None:
     for message in root[1]:
         assert message.startswith("TP rank 0 waited 3.")
     assert [root[2], peer[2]] == ["it closed the group", "left"]
+    status, said, total = root[3]
+    assert (status, total, peer[3]) == (0, [2.0, 2.0], [[2.0, 2.0]])
+    assert "a forked child may not use the group" in said
+
+
+def test_a_store_whose_rank_is_stopped_is_an_error_in_time() -> None:
+    stopped, said = run_ranks(rank_0_is_stopped, 2, 60)
+    assert stopped == "went on"
+    assert "the store does not answer: is global rank 0 stopped?" in said
 
 
 @pytest.mark.long

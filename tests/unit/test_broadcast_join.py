@@ -5,6 +5,7 @@ Every rank is a thread here, so a process has both ends; the rank tests use real
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import stat
@@ -302,3 +303,11 @@ def test_close_from_another_thread_ends_a_waiting_receive(
     with pytest.raises(ChannelClosed):
         receiving.result(timeout=20)
     root.close()
+
+
+def test_a_folder_that_another_start_holds_is_an_error_in_time(address: Path) -> None:
+    folder = os.open(address.parent, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with pytest.raises(DeadlineExceeded, match="was locked by another process for 0"):
+        join(0, 2, address, BRIEF)
+    os.close(folder)

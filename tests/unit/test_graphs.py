@@ -317,3 +317,9 @@ def test_a_graph_without_memory_is_left_out() -> None:
     assert len(report.graphs) == 3
     assert "no memory" in graphs.can_run(Step(4, 4, 1))[1]
     assert graphs.replay(Step(2, 2, 1))[0].tolist() == [1.0] * 3
+    # where other ranks wait in the collectives of the eager run, nobody may go on without it
+    several = DecodeGraphs(
+        step, inputs={"x": x}, buckets=(2, 4), variants={2: 2, 4: 2}, device=device
+    )
+    with pytest.raises(CaptureError, match="bucket 4 variant 1 could not be captured after 1 of 4"):
+        several.capture(before_each=lambda: None)

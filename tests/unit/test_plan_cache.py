@@ -14,7 +14,7 @@ import torch
 
 from tp_runtime import planning
 from tp_runtime.config import RuntimeConfig
-from tp_runtime.errors import SelectionError
+from tp_runtime.errors import BackendUnavailable, SelectionError
 from tp_runtime.planning import Decision, decide
 from tp_runtime.selection import (
     BenchReport,
@@ -295,6 +295,20 @@ def test_half_a_measurement_or_noise_is_not_kept(
     assert decided().source == "measured"
     assert decided().source == "cached"
     assert len(measured) == 3
+
+
+def test_backends_that_all_failed_when_measured_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def refuse(request: BenchRequest, *words: object, **named: object) -> BenchReport:
+        refusals = dict.fromkeys(request.candidates, "gave no sign for 21 s and was ended")
+        return BenchReport(samples=(), refusals=refusals, seconds=1.0)
+
+    monkeypatch.setattr(planning, "measure_in_child", refuse)
+    with pytest.raises(BackendUnavailable, match="cpu_rowwise: gave no sign for 21 s"):
+        decided(decode_backend="cpu_rowwise")
 
 
 def test_when_nothing_can_be_measured_the_priority_holds(

@@ -307,7 +307,7 @@ def _try_to_join(me: Me, number: int) -> str:
 
 
 def _answer(me: Me, number: int, fuzzer: Fuzzer) -> None:
-    listener = Listener(me.address, backlog=1)
+    listener = Listener(me.address, backlog=1, timeout_s=10)
     listener.sock.settimeout(5)
     me.arrive(number + 1)
     connection, _ = listener.sock.accept()

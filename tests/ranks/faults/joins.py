@@ -98,7 +98,7 @@ def _bad_welcome(play: Play) -> bytes:
 
 def _listen(play: Play, answer: Callable[[socket.socket], object]) -> None:
     """Take the HELLO of every peer, answer each, and close."""
-    listener = Listener(play.me.address, backlog=play.me.size)
+    listener = Listener(play.me.address, backlog=play.me.size, timeout_s=10)
     connections: list[socket.socket] = []
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)

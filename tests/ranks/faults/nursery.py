@@ -215,7 +215,7 @@ class _Group:
         left = sorted(os.listdir(self._folder))
         address = self._folder / "channel"
         if address.is_socket():
-            Listener(address, backlog=1).close()
+            Listener(address, backlog=1, timeout_s=10).close()
         after = sorted(os.listdir(self._folder))
         shutil.rmtree(self._folder)
         size = os.lseek(self._stderr, 0, os.SEEK_END)
