@@ -25,17 +25,17 @@ than with 0.
 """
 
 
-def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The whole command line, and the parser of each verb."""
+def build_parser() -> Parser:
+    """The whole command line."""
     parser = Parser(prog="tp-runtime", description=__doc__, epilog=_EPILOG)
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="verb", metavar="VERB", parser_class=Parser)
-    verbs: dict[str, Parser] = {}
     for name, module in VERBS.items():
         verb = commands.add_parser(name, help=module.HELP, description=module.HELP, epilog=_EPILOG)
         module.add_arguments(verb)
-        verbs[name] = verb
-    return parser, verbs
+        # a verb with actions has its flags at those: these are for the verb without any
+        verb.set_defaults(debug=False, log_level=None)
+    return parser
 
 
 def _version() -> str:
@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     try:
         with Interrupts() as interrupts:
-            parser, verbs = build_parser()
-            args = parse(parser, verbs, words)
+            args = parse(build_parser(), words)
             if args.version:
                 sys.stdout.write(f"tp-runtime {_version()}\n")
                 return exits.OK

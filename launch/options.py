@@ -29,6 +29,8 @@ class Parser(argparse.ArgumentParser):
         kwargs.setdefault("allow_abbrev", False)
         kwargs.setdefault("formatter_class", _Formatter)
         super().__init__(**kwargs)  # type: ignore[arg-type]
+        # of nested parsers the innermost one wins, which knows the flags that were meant
+        self.set_defaults(parser=self)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see '{self.prog} --help'")
@@ -53,7 +55,7 @@ def with_dashes(argv: Sequence[str]) -> list[str]:
     return words
 
 
-def parse(parser: Parser, verbs: Mapping[str, Parser], argv: Sequence[str]) -> argparse.Namespace:
+def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse, and say for an unknown flag which known one is near.
 
     Raises:
@@ -61,11 +63,11 @@ def parse(parser: Parser, verbs: Mapping[str, Parser], argv: Sequence[str]) -> a
     """
     args, unknown = parser.parse_known_args(with_dashes(argv))
     if unknown:
-        verb = verbs[args.verb]
+        meant: Parser = args.parser
         name = unknown[0].split("=", 1)[0]
-        near = difflib.get_close_matches(name, verb.flags(), n=1)
+        near = difflib.get_close_matches(name, meant.flags(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise UsageError(f"unknown argument {unknown[0]!r}{hint}; see '{verb.prog} --help'")
+        raise UsageError(f"unknown argument {unknown[0]!r}{hint}; see '{meant.prog} --help'")
     return args
 
 

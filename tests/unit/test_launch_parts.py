@@ -22,9 +22,10 @@ from tp_runtime.errors import (
     PeerLost,
     RequestError,
 )
-from tp_runtime.launch import configuration, decode, exits
+from tp_runtime.launch import configuration, exits
+from tp_runtime.launch.__main__ import build_parser, main
 from tp_runtime.launch.interrupts import Interrupts
-from tp_runtime.launch.options import Parser, parse, with_dashes
+from tp_runtime.launch.options import parse, with_dashes
 from tp_runtime.launch.output import JsonTarget, table
 from tp_runtime.launch.progress import Progress
 from tp_runtime.launch.prompts import given_prompts
@@ -60,17 +61,9 @@ def library_logger() -> Iterator[logging.Logger]:
     logger.handlers[:] = handlers
 
 
-def _parser() -> tuple[Parser, dict[str, Parser]]:
-    parser = Parser(prog="tp-runtime")
-    commands = parser.add_subparsers(dest="verb", parser_class=Parser)
-    verb = commands.add_parser("decode")
-    decode.add_arguments(verb)
-    return parser, {"decode": verb}
-
-
 def test_the_flags_of_decode_are_these() -> None:
-    _, verbs = _parser()
-    assert list(verbs["decode"].flags()) == DECODE_FLAGS.split()
+    args = parse(build_parser(), ["decode"])
+    assert list(args.parser.flags()) == DECODE_FLAGS.split()
 
 
 @pytest.mark.parametrize(
@@ -97,14 +90,30 @@ def test_flags_may_have_underscores(words: list[str], expected: list[str]) -> No
         (["decode", "stray"], "unknown argument 'stray'"),
         (["decode", "--model"], "argument --model: expected one argument"),
         (["dekode"], "invalid choice: 'dekode'"),
+        (
+            ["bench", "decode", "--stepz", "1"],
+            "unknown argument '--stepz'; did you mean --steps?; see 'tp-runtime bench decode --h",
+        ),
+        (["bench", "--debug"], "unknown argument '--debug'; see 'tp-runtime bench --help'"),
     ],
 )
 def test_a_wrong_command_line_is_one_line(words: list[str], message: str) -> None:
-    parser, verbs = _parser()
     with pytest.raises(exits.UsageError) as caught:
-        parse(parser, verbs, words)
+        parse(build_parser(), words)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [([], "a verb: decode"), (["plan"], "an action: plan show"), (["bench"], "an action: bench d")],
+)
+def test_a_command_that_is_not_whole_is_one_line_and_status_2(
+    words: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"tp-runtime: error: expected {expected}")
 
 
 @pytest.mark.parametrize(
