@@ -155,9 +155,11 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         for name, row in rows().items():
-            problem = row.problem(getattr(self, name))
+            value = row.from_code(getattr(self, name))
+            problem = row.problem(value, "code")
             if problem is not None:
                 raise ConfigError(f"{name}={getattr(self, name)!r}: expected {problem}")
+            object.__setattr__(self, name, value)
         conflict = _conflict({name: getattr(self, name) for name in rows()})
         if conflict is not None:
             raise ConfigError(conflict[0])

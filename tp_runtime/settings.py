@@ -9,7 +9,7 @@ import re
 import types
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field
-from typing import TYPE_CHECKING, Any, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 if TYPE_CHECKING:
     from dataclasses import Field
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tp_runtime.errors import ConfigError
 
 ENV_PREFIX = "TP_RUNTIME_"
+
+Source = Literal["text", "file", "code"]
+"""What a value was written in: a flag or variable, the TOML file, or Python."""
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -92,9 +95,8 @@ class Row:
         kind = self.item or self.kind
         return {int: "N", float: "X"}.get(kind, "NAME")
 
-    @property
-    def expected(self) -> str:
-        """What a value must be, for an error message."""
+    def expected(self, source: Source) -> str:
+        """What a value must be where it was written, for an error message."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         bound = ""
@@ -102,29 +104,43 @@ class Row:
             bound = f" of at least {self.minimum:g}"
         elif self.above is not None:
             bound = f" above {self.above:g}"
-        if self.item is int:
-            return f"whole numbers{bound}, ascending, separated by commas"
-        if self.item is str:
-            return "names separated by commas"
+        if self.item is not None:
+            items = f"whole numbers{bound}, ascending" if self.item is int else "names"
+            return {
+                "text": f"{items}, separated by commas",
+                "file": f"an array of {items}",
+                "code": f"a tuple or list of {items}",
+            }[source]
         return {
-            bool: "1, true, yes, on, 0, false, no or off",
+            bool: {
+                "text": "1, true, yes, on, 0, false, no or off",
+                "file": "true or false",
+                "code": "True or False",
+            }[source],
             int: f"a whole number{bound}",
             float: f"a number{bound}",
             str: "a text that is not empty",
         }[self.kind]
 
-    def problem(self, value: object) -> str | None:
+    def problem(self, value: object, source: Source) -> str | None:
         """What was expected instead of this typed value; None when it is sound."""
-        if value is None:
-            return None if self.optional else self.expected
-        if self.item is not None:
-            if not isinstance(value, tuple) or not all(self._sound(self.item, v) for v in value):
-                return self.expected
-            ordered = self.item is str or (
-                bool(value) and all(a < b for a, b in itertools.pairwise(value))
-            )
-            return None if ordered else self.expected
-        return None if self._sound(self.kind, value) else self.expected
+        sound = self.optional if value is None else self._sound_whole(value)
+        return None if sound else self.expected(source)
+
+    def from_code(self, value: object) -> object:
+        """A value of Python code in the type that is kept: any sequence may stand for a tuple."""
+        if self.item is None or isinstance(value, str | bytes) or not isinstance(value, Sequence):
+            return value
+        return tuple(value)
+
+    def _sound_whole(self, value: object) -> bool:
+        if self.item is None:
+            return self._sound(self.kind, value)
+        if not isinstance(value, tuple) or not all(self._sound(self.item, v) for v in value):
+            return False
+        return self.item is str or (
+            bool(value) and all(a < b for a, b in itertools.pairwise(value))
+        )
 
     def _sound(self, kind: type, value: object) -> bool:
         if kind is bool or isinstance(value, bool):
@@ -144,18 +160,21 @@ class Row:
 
         Args:
             raw: a text, or a value that already has its type.
-            where: the source, for the message.
+            where: the source, for the message: it names the setting.
             error: the class to raise.
             typed: True when the source has types of its own (TOML): a text is then no number.
         """
+        source: Source = "file" if typed else "text"
+        problem: str | None
         try:
             value = self._parse(raw, typed=typed)
         except ValueError:
-            value, problem = raw, self.expected
+            value, problem = raw, self.expected(source)
         else:
-            problem = self.problem(value) or ""
-        if problem:
-            raise error(f"{where}: {self.name}={raw!r}: expected {problem}{_hint(raw, self)}")
+            problem = self.problem(value, source)
+        if problem is not None:
+            given = raw if typed else _as_given(raw)
+            raise error(f"{where}={given!r}: expected {problem}{_hint(raw, self)}")
         return value
 
     def _parse(self, raw: object, *, typed: bool) -> object:
@@ -227,6 +246,13 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """The end of an error message: "; did you mean ...?", or nothing."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def _as_given(raw: object) -> object:
+    """A repeated flag arrives as a list of texts, which the person did not write."""
+    if isinstance(raw, list) and raw and all(isinstance(part, str) for part in raw):
+        return ",".join(raw)
+    return raw
 
 
 def _hint(raw: object, row: Row) -> str:

@@ -51,7 +51,7 @@ def test_a_wrong_variable_is_told_by_every_rank() -> None:
     assert lines
     for line in lines:
         assert line.endswith(
-            "error: environment variable TP_RUNTIME_KV_BLOCK_SIZE: kv_block_size='abc': "
+            "error: environment variable TP_RUNTIME_KV_BLOCK_SIZE='abc': "
             "expected a whole number of at least 1"
         )
 

@@ -100,7 +100,8 @@ def test_booleans(text: str, value: bool) -> None:
         ({"TP_RUNTIME_DECODE_BUCKETS": "4,2"}, "ascending"),
         ({"TP_RUNTIME_DECODE_BUCKETS": "1,,2"}, "separated by commas"),
         ({"TP_RUNTIME_DECODE_BUCKETS": ""}, "at least 1"),
-        ({"TP_RUNTIME_DISABLE_DECODE_BACKEND": "a,,b"}, "names separated by commas"),
+        ({"TP_RUNTIME_DISABLE_DECODE_BACKEND": "a,,b"}, "names, separated by commas"),
+        ({"TP_RUNTIME_DECODE_BUCKETS": "two"}, "at least 1, ascending, separated by commas"),
         ({"TP_RUNTIME_MODEL": ""}, "a text that is not empty"),
     ],
 )
@@ -116,9 +117,12 @@ def test_a_malformed_variable_is_an_error_that_says_all(
 
 
 def test_a_malformed_flag_names_the_flag() -> None:
-    with pytest.raises(ConfigError, match=r"flag --kv-block-size: kv_block_size='x'") as caught:
+    with pytest.raises(ConfigError) as caught:
         RuntimeConfig.resolve({"kv_block_size": "x"}, {})
     assert not isinstance(caught.value, EnvError)
+    assert str(caught.value) == "flag --kv-block-size='x': expected a whole number of at least 1"
+    with pytest.raises(ConfigError, match=r"^flag --decode-buckets='1,4,2': expected whole"):
+        RuntimeConfig.resolve({"decode_buckets": ["1,4", "2"]}, {})
 
 
 def test_a_bad_variable_is_no_error_when_a_flag_overrules_it() -> None:
@@ -132,12 +136,13 @@ def test_a_bad_variable_is_no_error_when_a_flag_overrules_it() -> None:
         ("kv_blok_size = 64", "unknown key 'kv_blok_size'; did you mean kv_block_size?"),
         ('kv_block_size = "64"', "expected a whole number of at least 1"),
         ("kv_block_size = true", "expected a whole number of at least 1"),
-        ("async_decode = 1", "expected 1, true"),
-        ('async_decode = "on"', "expected 1, true"),
+        ("async_decode = 1", "key async_decode=1: expected true or false"),
+        ('async_decode = "on"', "expected true or false"),
         ("dtype = 32", "expected one of auto"),
-        ('disable_decode_backend = "a,b"', "expected names"),
-        ("disable_decode_backend = [1]", "expected names"),
-        ("decode_buckets = [1, 2.5]", "expected whole numbers"),
+        ('disable_decode_backend = "a,b"', "='a,b': expected an array of names"),
+        ("disable_decode_backend = [1]", "expected an array of names"),
+        ("decode_buckets = [1, 2.5]", "expected an array of whole numbers"),
+        ('decode_buckets = ["1"]', "=['1']: expected an array of whole numbers"),
         ("[model]\nname = 1", "expected a text"),
         ('on_failure = "exit"', "unknown key"),
         ("kv_block_size = 1\nkv-block-size = 2", "given twice"),
@@ -208,8 +213,12 @@ def test_two_sound_values_that_contradict_name_both_sources() -> None:
         {"broadcast_timeout_s": float("inf")},
         {"dtype": "float8"},
         {"async_decode": 1},
-        {"decode_buckets": [1, 2]},
+        {"decode_buckets": [2, 1]},
         {"decode_buckets": (2, 2)},
+        {"decode_buckets": []},
+        {"decode_buckets": b"ab"},
+        {"disable_decode_backend": {"a"}},
+        {"disable_decode_backend": ["a", 1]},
         {"max_batch_size": None},
         {"on_failure": "ignore"},
     ],
@@ -218,6 +227,34 @@ def test_code_is_checked_like_everybody_else(values: dict[str, object]) -> None:
     (name,) = values
     with pytest.raises(ConfigError, match=f"{name}=.*expected"):
         RuntimeConfig(**values)  # type: ignore[arg-type]
+
+
+def test_code_may_give_any_sequence_for_a_list() -> None:
+    config = RuntimeConfig(decode_buckets=[1, 2, 4], disable_decode_backend=["a"])  # type: ignore[arg-type]
+    assert (config.decode_buckets, config.disable_decode_backend) == ((1, 2, 4), ("a",))
+    assert config == RuntimeConfig(decode_buckets=(1, 2, 4), disable_decode_backend=("a",))
+    assert hash(config) == hash(dataclasses.replace(config))
+    assert RuntimeConfig(decode_buckets=range(1, 3)).decode_buckets == (1, 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"decode_buckets": "1,2,4"},
+            "decode_buckets='1,2,4': expected a tuple or list of whole numbers of at least 1, asc",
+        ),
+        (
+            {"disable_decode_backend": "cpu_rowwise"},
+            "disable_decode_backend='cpu_rowwise': expected a tuple or list of names",
+        ),
+        ({"async_decode": 1}, "async_decode=1: expected True or False"),
+    ],
+)
+def test_code_is_told_what_python_takes(values: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RuntimeConfig(**values)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(message)
 
 
 def test_an_unknown_variable_of_ours_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -237,7 +274,7 @@ def test_every_field_is_documented_and_has_its_own_variable() -> None:
     assert len({row.env for row in exposed}) == len(exposed)
     assert {row.env for row in exposed} <= known_variables()
     for row in rows().values():
-        assert row.problem(row.default) is None
+        assert row.problem(row.default, "code") is None
         if row.name.endswith("_s"):
             assert row.unit == "seconds"
 
