@@ -71,18 +71,8 @@ def _line(row: Row) -> str:
     about = row.help
     if row.choices:
         about += f" ({', '.join(row.choices)})"
-    return f"| {row.name} | {shown} | {row.env} | {_default(row)} | {about} |\n"
-
-
-def _default(row: Row) -> str:
-    if row.default is None:
-        return "unset"
-    if row.default == ():
-        return "none"
-    if isinstance(row.default, bool):
-        return "on" if row.default else "off"
-    value = f"{row.default:g}" if isinstance(row.default, float) else str(row.default)
-    return f"{value} {row.unit}" if row.unit else value
+    default = row.default_text or ("unset" if row.default is None else "none")
+    return f"| {row.name} | {shown} | {row.env} | {default} | {about} |\n"
 
 
 if __name__ == "__main__":

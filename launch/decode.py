@@ -62,10 +62,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", metavar="N", help="for each prompt (default 16)")
     sampling.add_argument("--temperature", metavar="X", help="0 takes the best token (default 0)")
-    sampling.add_argument("--top-k", metavar="N", help="keep the N best tokens; 0 keeps all")
-    sampling.add_argument("--top-p", metavar="X", help="keep the best tokens of this probability")
-    sampling.add_argument("--min-p", metavar="X", help="drop tokens below X times the best one")
-    sampling.add_argument("--seed", metavar="N", help="of the random numbers of each prompt")
+    sampling.add_argument("--top-k", metavar="N", help="keep the N best tokens (default 0: all)")
+    sampling.add_argument(
+        "--top-p", metavar="X", help="keep the best tokens of this probability (default 1: all)"
+    )
+    sampling.add_argument(
+        "--min-p", metavar="X", help="drop tokens below X times the best one (default 0: none)"
+    )
+    sampling.add_argument(
+        "--seed",
+        metavar="N",
+        help="of the random numbers of each prompt (unset: another one each time)",
+    )
     sampling.add_argument(
         "--stop", action="append", metavar="TEXT", help="end before this text; may be repeated"
     )
@@ -138,7 +146,12 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
         text = getattr(args, name)
         if text is not None:
             fields[name] = parse_number(kind, text, flag="--" + name.replace("_", "-"))
-    return SamplingParams(**fields)  # type: ignore[arg-type]
+    try:
+        return SamplingParams(**fields)  # type: ignore[arg-type]
+    except RequestError as error:
+        # it begins with the name of the field, and each field is a flag
+        name, _, problem = str(error).partition(": ")
+        raise RequestError(f"flag --{name.replace('_', '-')}: {problem}") from error
 
 
 def _engine(config: RuntimeConfig) -> DecodeEngine:

@@ -107,8 +107,9 @@ def add_settings(parser: argparse.ArgumentParser, *, only: Sequence[str] | None 
 
 def _add_setting(group: argparse._ArgumentGroup, row: Row) -> None:
     names = (row.flag, *(f"--{alias}" for alias in row.aliases))
+    default = "" if row.default_text is None else f"default {row.default_text}; "
     # argparse reads % as a format
-    about = f"{row.help} ({row.env})".replace("%", "%%")
+    about = f"{row.help} ({default}{row.env})".replace("%", "%%")
     if row.kind is bool:
         group.add_argument(*names, dest=row.name, action=argparse.BooleanOptionalAction, help=about)
     elif row.item is not None:

@@ -118,6 +118,7 @@ class RuntimeConfig:
         None,
         help="file of KV lengths that were seen, one a line with its count; the selection measures "
         "batches drawn from it as well",
+        placeholder="FILE",
     )
     decode_backend: str | None = setting(
         None, help="the one decode attention backend to use; refused if it cannot serve the model"

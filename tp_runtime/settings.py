@@ -35,6 +35,7 @@ def setting(
     minimum: float | None = None,
     above: float | None = None,
     aliases: tuple[str, ...] = (),
+    placeholder: str | None = None,
     exposed: bool = True,
 ) -> Any:
     """One row of the table.
@@ -48,6 +49,7 @@ def setting(
         minimum: inclusive lower bound of a number, or of each number of a list.
         above: exclusive lower bound of a number.
         aliases: more spellings of the flag.
+        placeholder: what stands for the value in a usage line; None = by its type.
         exposed: False for what only code may set: no flag, variable or key.
     """
     return field(
@@ -60,6 +62,7 @@ def setting(
             "minimum": minimum,
             "above": above,
             "aliases": aliases,
+            "placeholder": placeholder,
             "exposed": exposed,
         },
     )
@@ -81,6 +84,7 @@ class Row:
     minimum: float | None
     above: float | None
     aliases: tuple[str, ...]
+    placeholder: str | None
     exposed: bool
 
     @property
@@ -93,7 +97,17 @@ class Row:
         if self.choices:
             return "{" + ",".join(self.choices) + "}"
         kind = self.item or self.kind
-        return {int: "N", float: "X"}.get(kind, "NAME")
+        return self.placeholder or {int: "N", float: "X"}.get(kind, "NAME")
+
+    @property
+    def default_text(self) -> str | None:
+        """The default for a person, with its unit; None where there is none."""
+        if self.default is None or self.default == ():
+            return None
+        if isinstance(self.default, bool):
+            return "on" if self.default else "off"
+        value = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+        return f"{value} {self.unit}" if self.unit else value
 
     def expected(self, source: Source) -> str:
         """What a value must be where it was written, for an error message."""

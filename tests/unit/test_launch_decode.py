@@ -253,7 +253,10 @@ def test_sampling_flags_reach_the_request(run: Run) -> None:
     ("words", "message"),
     [
         (("--max-tokens", "many"), "flag --max-tokens='many': expected a whole number"),
-        (("--max-tokens", "0"), "max_tokens: expected"),
+        (("--max-tokens", "0"), "^flag --max-tokens: expected 1 "),
+        (("--temperature", "-1"), r"^flag --temperature: expected a number in .*, got -1"),
+        (("--top-p", "0"), "^flag --top-p: expected"),
+        (("--stop", ""), "^flag --stop: expected non-empty"),
         (("--temperature", "hot"), "flag --temperature='hot': expected a number"),
         (("--kv-block-size", "x"), "flag --kv-block-size"),
         (("--json", "/no/such/folder/out.json"), "folder /no/such/folder does not exist"),

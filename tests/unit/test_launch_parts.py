@@ -66,6 +66,20 @@ def test_the_flags_of_decode_are_these() -> None:
     assert list(args.parser.flags()) == DECODE_FLAGS.split()
 
 
+def test_help_shows_the_default_of_a_setting_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    text = parse(build_parser(), ["decode"]).parser.format_help()
+    lines = {line.split()[0]: line.strip() for line in text.splitlines() if "--" in line}
+    assert lines["--max-batch-size"].endswith("(default 64 requests; TP_RUNTIME_MAX_BATCH_SIZE)")
+    assert lines["--plan-cache,"].endswith("(default on; TP_RUNTIME_PLAN_CACHE)")
+    assert lines["--join-timeout-s"].endswith("(default 120 seconds; TP_RUNTIME_JOIN_TIMEOUT_S)")
+    assert lines["--max-seq-len"].endswith("allows (TP_RUNTIME_MAX_SEQ_LEN)")
+    assert lines["--disable-decode-backend"].endswith("use (TP_RUNTIME_DISABLE_DECODE_BACKEND)")
+    assert lines["--length-histogram"].startswith("--length-histogram FILE ")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
