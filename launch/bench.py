@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from tp_runtime.config import RuntimeConfig
+from tp_runtime.config import RuntimeConfig, rows
 from tp_runtime.errors import ConfigError
 from tp_runtime.launch import exits
 from tp_runtime.launch.bench_decode import LOOPS, SAMPLINGS, DecodeBench
@@ -59,20 +59,20 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     """Run the verb on this rank; rank 0 prints."""
     if args.action is None:
         raise exits.UsageError("expected an action: bench decode")
-    batches = [_number(text, "--batch") for text in args.batch or ("1", "8", "32")]
-    context = _number(args.context or "1024", "--context")
-    steps = _number(args.steps or "200", "--steps")
+    batches = [_count(text, "--batch") for text in args.batch or ("1", "8", "32")]
+    context = _count(args.context or "1024", "--context")
+    steps = _count(args.steps or "200", "--steps")
     config = RuntimeConfig.resolve(args, on_failure="exit").config
     if config.model is None:
         raise ConfigError("no model: expected --model random:llama-3-8b, smollm2, or a path")
     bench = DecodeBench(
-        config=_fitted(config, batches, context, steps),
+        config=_fitted(config, config.model, batches, context, steps),
         batches=tuple(sorted(set(batches))),
         context_tokens=context,
         steps=steps,
         samplings=tuple(args.sampling or SAMPLINGS),
         loops=tuple(args.loop or LOOPS),
-        ways=("auto", "nccl") if args.compare_all_reduce else (config.all_reduce,),
+        ways=_every_way(config) if args.compare_all_reduce else (config.all_reduce,),
         trace=args.trace,
     )
     target = json_target(args)
@@ -86,20 +86,53 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     return exits.OK
 
 
-def _number(text: str, flag: str) -> int:
-    value = int(parse_number(int, text, flag=flag))
-    if value < 1:
-        raise exits.UsageError(f"flag {flag}={text!r}: expected at least 1")
-    return value
+def _count(text: str, flag: str) -> int:
+    return int(parse_number(int, text, flag=flag, minimum=1))
+
+
+def _every_way(config: RuntimeConfig) -> tuple[str, ...]:
+    """The choices of all_reduce. Raises UsageError where all of them are the same."""
+    from tp_runtime.connection import resolve_device
+    from tp_runtime.ranks import RankInfo
+
+    info = RankInfo.from_env(tp_size=config.tp_size)
+    device = resolve_device(config, info.local_rank).type
+    if info.tp_size == 1 or device == "cpu":
+        raise exits.UsageError(
+            f"flag --compare-all-reduce: expected at least 2 ranks on GPUs, got {info.tp_size} on "
+            f"{device}, where --all-reduce changes nothing; leave the flag out, or use torchrun "
+            "on a host with several GPUs"
+        )
+    return rows()["all_reduce"].choices
 
 
 def _fitted(
-    config: RuntimeConfig, batches: list[int], context_tokens: int, steps: int
+    config: RuntimeConfig, model: str, batches: list[int], context_tokens: int, steps: int
 ) -> RuntimeConfig:
-    """Graphs for the batches alone, and a cache for the largest."""
+    """Graphs for the batches alone, a cache for the largest, and room for every token.
+
+    Raises:
+        UsageError: the model, or max_seq_len where it was given, has too little room.
+    """
+    from tp_runtime.launch.model_shape import model_config
+
+    flags = f"flags --context={context_tokens} and --steps={steps}"
     fitted = dataclasses.replace(
         config, max_batch_size=max(batches), decode_buckets=tuple(sorted(set(batches)))
     )
-    if fitted.max_seq_len is None:
-        fitted = dataclasses.replace(fitted, max_seq_len=2 * context_tokens + steps)
-    return fitted
+    if fitted.max_seq_len is not None:
+        if context_tokens + steps > fitted.max_seq_len:
+            raise exits.UsageError(
+                f"{flags}: expected a sum of at most max_seq_len={fitted.max_seq_len}, got "
+                f"{context_tokens + steps}; lower one of them or raise --max-seq-len"
+            )
+        return fitted
+    # a request decodes on while the prompts after it are computed
+    needed = 2 * context_tokens + steps
+    positions = model_config(model).max_positions
+    if needed > positions:
+        raise exits.UsageError(
+            f"{flags}: expected 2 * context + steps of at most {positions}, the positions of "
+            f"{model}, got {needed}; lower one of them"
+        )
+    return dataclasses.replace(fitted, max_seq_len=needed)

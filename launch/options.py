@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
 from typing import TYPE_CHECKING, NoReturn
@@ -137,13 +138,34 @@ def log_level(args: argparse.Namespace, env: Mapping[str, str] = os.environ) -> 
     return LEVELS["warning"]
 
 
-def parse_number(kind: type[int] | type[float], text: str, *, flag: str) -> int | float:
-    """A number from a flag, by the same parser as the settings. Raises: UsageError."""
+def parse_number(
+    kind: type[int] | type[float],
+    text: str,
+    *,
+    flag: str,
+    minimum: float | None = None,
+    above: float | None = None,
+) -> int | float:
+    """A number from a flag, by the same parser as the settings.
+
+    Args:
+        minimum: inclusive lower bound.  above: exclusive lower bound.
+
+    Raises: UsageError: it is none, or out of range; with a bound it must be finite too.
+    """
+    expected = "a whole number" if kind is int else "a number"
+    if minimum is not None:
+        expected += f" of at least {minimum:g}"
+    elif above is not None:
+        expected += f" above {above:g}"
     try:
         value = parse_text(kind, text)
     except ValueError:
         value = None
-    if not isinstance(value, int | float):
-        expected = "a whole number" if kind is int else "a number"
+    if (
+        not isinstance(value, int | float)
+        or (minimum is not None and not minimum <= value < math.inf)
+        or (above is not None and not above < value < math.inf)
+    ):
         raise UsageError(f"flag {flag}={text!r}: expected {expected}")
     return value

@@ -71,7 +71,9 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     config = RuntimeConfig.resolve(args).config
     if config.model is None:
         raise ConfigError("no model: expected --model smollm2, a path, or random:<named config>")
-    time_limit_s = float(parse_number(float, args.time_limit_s or "120", flag="--time-limit-s"))
+    time_limit_s = float(
+        parse_number(float, args.time_limit_s or "120", flag="--time-limit-s", above=0)
+    )
     tp_size = config.tp_size or 1
     if any(name in os.environ for name in TORCHRUN_VARIABLES):
         info = RankInfo.from_env(tp_size=config.tp_size)

@@ -8,12 +8,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.commands import ENV, ROOT, TORCHRUN
 from tests.restarts import serve_again
+from tp_runtime.config import RuntimeConfig
 from tp_runtime.launch.__main__ import main
+from tp_runtime.launch.bench_decode import DecodeBench
+from tp_runtime.launch.bench_report import as_text
+from tp_runtime.launch.interrupts import Interrupts
+from tp_runtime.launch.progress import Progress
+from tp_runtime.testing import run_ranks
 
 PROMPT = ("--model", "random:tiny", "--prompt", "1 2 3")
 
@@ -169,17 +176,32 @@ def test_decode_answers_and_says_the_same_on_every_rank(tmp_path: Path, ranks: i
     assert len(done.stdout.split("\n\n")[0].split()) == len(document["outputs"][0]["token_ids"])
 
 
-@pytest.mark.long
-def test_bench_compares_the_ways_of_summing_on_two_ranks(tmp_path: Path) -> None:
-    out = tmp_path / "bench.json"
-    done = _run(
-        *("bench", "decode", "--model", "random:tiny", "--device", "cpu", "--context", "30"),
-        *("--batch", "2", "--steps", "8", "--sampling", "greedy", "--loop", "async"),
-        *("--compare-all-reduce", "--json", str(out)),
-        ranks=2,
+def compare_ways_of_summing() -> dict[str, Any] | None:
+    """What --compare-all-reduce does on GPUs. The command refuses it here: there is no choice."""
+    bench = DecodeBench(
+        config=RuntimeConfig(
+            model="random:tiny",
+            device="cpu",
+            max_batch_size=2,
+            max_seq_len=128,
+            decode_buckets=(2,),
+            on_failure="exit",
+        ),
+        batches=(2,),
+        context_tokens=30,
+        steps=8,
+        samplings=("greedy",),
+        loops=("async",),
+        ways=("auto", "nccl"),
     )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(out.read_text())
+    with Interrupts() as interrupts, Progress(enabled=False) as progress:
+        return bench.run(progress, interrupts)
+
+
+@pytest.mark.long
+def test_bench_compares_the_ways_of_summing_on_two_ranks() -> None:
+    document, nothing = run_ranks(compare_ways_of_summing, 2, 90)
+    assert nothing is None
     assert document["sums"] == {"auto": [], "nccl": []}  # ranks on a CPU share no device memory
     cells = document["cells"]
     assert [(cell["all_reduce"], cell["loop"]) for cell in cells] == [
@@ -188,7 +210,7 @@ def test_bench_compares_the_ways_of_summing_on_two_ranks(tmp_path: Path) -> None
     ]
     for cell in cells:
         assert 0 < cell["message_us"]["p50"] <= cell["message_us"]["p99"]
-    header, *rows = done.stdout.split("\n\n")[1].splitlines()
+    header, *rows = as_text(document).split("\n\n")[1].splitlines()
     assert header.split()[-3:] == ["message", "p99", "all-reduce"]
     assert [row.split()[-1] for row in rows] == ["auto", "nccl"]
 

@@ -67,8 +67,21 @@ def test_what_an_older_step_left_is_not_a_time_of_this_one() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--batch", "0"], "flag --batch='0': expected at least 1"),
-        (["--steps", "x"], "flag --steps='x': expected a whole number"),
+        (["--batch", "0"], "flag --batch='0': expected a whole number of at least 1"),
+        (["--steps", "x"], "flag --steps='x': expected a whole number of at least 1"),
+        (
+            [],
+            "flags --context=1024 and --steps=200: expected 2 * context + steps of at most 1024, "
+            "the positions of random:tiny, got 2248; lower one of them",
+        ),
+        (
+            ["--context", "90", "--steps", "20", "--max-seq-len", "100"],
+            "expected a sum of at most max_seq_len=100, got 110; lower one of them or raise",
+        ),
+        (
+            ["--context", "40", "--steps", "12", "--compare-all-reduce"],
+            "flag --compare-all-reduce: expected at least 2 ranks on GPUs, got 1 on cpu, where",
+        ),
         (["--context", "30", "--steps", "40"], "flag --context=30: expected more than 40"),
         (["--loop", "slow"], "invalid choice: 'slow'"),
         (["--sampling", "beam"], "invalid choice: 'beam'"),
@@ -78,7 +91,8 @@ def test_what_cannot_be_measured_is_refused_by_name(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*COMMON, *flags]) == 2
-    assert message in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
 
 
 def test_device_times_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,13 @@ def test_a_wrong_command_line_is_one_line(words: list[str], message: str) -> Non
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("limit", ["0", "-1", "0.0", "1e999", "soon"])
+def test_a_selection_needs_time(limit: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["select", "--model", "random:tiny", "--time-limit-s", limit]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"error: flag --time-limit-s='{limit}': expected a number above 0")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [([], "a verb: decode"), (["plan"], "an action: plan show"), (["bench"], "an action: bench d")],
