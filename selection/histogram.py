@@ -11,6 +11,7 @@ follows a # are skipped::
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ from tp_runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from tp_runtime.selection.bench import BenchRequest
+
+log = logging.getLogger(__name__)
 
 _BATCHES = 3  # of each bucket
 _MOST_BYTES = 16 << 20
@@ -69,15 +72,34 @@ class LengthHistogram:
         """The request with batches of every bucket drawn from these lengths, by its seed.
 
         Lengths beyond the longest sequence count as that: such a request ends there. Batches with
-        more than twice the request's `max_total_kv` tokens are left out, as its own are.
+        more than twice the request's `max_total_kv` tokens are left out, as its own are. The log
+        tells of both.
         """
         longest = request.shape.max_kv_len
+        beyond = sum(c for n, c in zip(self.lengths, self.counts, strict=True) if n > longest)
+        if beyond:
+            log.warning(
+                "length histogram: %d of %d requests are longer than %d tokens, the longest "
+                "sequence here; they are taken as that long",
+                beyond,
+                sum(self.counts),
+                longest,
+            )
         weights = np.array(self.counts, np.float64)
         weights /= weights.sum()
         rng = np.random.default_rng([request.seed, 1])
-        batches: list[tuple[int, ...]] = []
+        drawn_rows: list[tuple[int, ...]] = []
         for bucket in sorted(set(request.buckets)):
             drawn = rng.choice(self.lengths, (_BATCHES, bucket), p=weights)
-            rows = [tuple(int(n) for n in row) for row in np.minimum(drawn, longest)]
-            batches += [row for row in rows if sum(row) <= 2 * request.max_total_kv]
+            drawn_rows += [tuple(int(n) for n in row) for row in np.minimum(drawn, longest)]
+        most = 2 * request.max_total_kv
+        batches = [row for row in drawn_rows if sum(row) <= most]
+        if len(batches) < len(drawn_rows):
+            log.warning(
+                "length histogram: %d of %d batches drawn from it have more than %d tokens and are "
+                "not measured",
+                len(drawn_rows) - len(batches),
+                len(drawn_rows),
+                most,
+            )
         return replace(request, batches=(*request.batches, *dict.fromkeys(batches)))

@@ -54,13 +54,17 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         LengthHistogram.read(tmp_path / "absent")
 
 
-def test_every_bucket_gets_batches_of_these_lengths() -> None:
+def test_every_bucket_gets_batches_of_these_lengths(caplog: pytest.LogCaptureFixture) -> None:
     histogram = LengthHistogram(lengths=(5, 40, 9000), counts=(50, 49, 1))
     request = BenchRequest(shape=SHAPE, buckets=(1, 4, 32))
     more = histogram.added_to(request)
     assert {len(batch) for batch in more.batches} == {1, 4, 32}
     assert len(set(more.batches)) == len(more.batches)
-    # an end beyond the longest sequence is the longest sequence
+    # an end beyond the longest sequence is the longest sequence, and the log says so
+    assert caplog.messages[0] == (
+        "length histogram: 1 of 100 requests are longer than 512 tokens, the longest sequence "
+        "here; they are taken as that long"
+    )
     assert {n for batch in more.batches for n in batch} <= {5, 40, SHAPE.max_kv_len}
     assert histogram.added_to(request) == more  # seeded
     seen = [cell.kv_lens for cell in cells_of(more)]
@@ -75,7 +79,17 @@ def test_rare_lengths_are_rare() -> None:
     assert 0.05 < lengths.count(500) / len(lengths) < 0.15
 
 
-def test_batches_beyond_the_memory_are_left_out() -> None:
+def test_batches_beyond_the_memory_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
     histogram = LengthHistogram(lengths=(500,), counts=(1,))
     request = BenchRequest(shape=SHAPE, buckets=(1, 64), max_total_kv=1000)
     assert histogram.added_to(request).batches == ((500,),)
+    assert caplog.messages == [
+        "length histogram: 3 of 6 batches drawn from it have more than 2000 tokens and are not "
+        "measured"
+    ]
+
+
+def test_nothing_is_said_of_a_histogram_that_fits(caplog: pytest.LogCaptureFixture) -> None:
+    histogram = LengthHistogram(lengths=(5, SHAPE.max_kv_len), counts=(1, 1))
+    histogram.added_to(BenchRequest(shape=SHAPE, buckets=(1, 4)))
+    assert caplog.messages == []
