@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from tp_runtime.config import RuntimeConfig, rows
@@ -13,10 +12,12 @@ from tp_runtime.launch.bench_report import as_text
 from tp_runtime.launch.options import Parser, add_common, add_settings, json_target, parse_number
 from tp_runtime.launch.output import say
 from tp_runtime.launch.progress import Progress
+from tp_runtime.launch.provenance import settings
 
 if TYPE_CHECKING:
     import argparse
 
+    from tp_runtime.config import ResolvedConfig
     from tp_runtime.launch.interrupts import Interrupts
 
 HELP = "measure decode steps of a model: time, share of the memory floor, idle gaps, host time"
@@ -62,11 +63,13 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     batches = [_count(text, "--batch") for text in args.batch or ("1", "8", "32")]
     context = _count(args.context or "1024", "--context")
     steps = _count(args.steps or "200", "--steps")
-    config = RuntimeConfig.resolve(args, on_failure="exit").config
+    resolved = RuntimeConfig.resolve(args, on_failure="exit")
+    config = resolved.config
     if config.model is None:
         raise ConfigError("no model: expected --model random:llama-3-8b, smollm2, or a path")
+    fitted = _fitted(resolved, config.model, batches, context, steps)
     bench = DecodeBench(
-        config=_fitted(config, config.model, batches, context, steps),
+        config=fitted.config,
         batches=tuple(sorted(set(batches))),
         context_tokens=context,
         steps=steps,
@@ -80,7 +83,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     with Progress() as progress:
         result = bench.run(progress, interrupts)
     if result is not None:
-        target.write(result)
+        target.write({**result, "settings": settings(fitted)})
         if not target.on_stdout:
             say(as_text(result))
     return exits.OK
@@ -107,8 +110,8 @@ def _every_way(config: RuntimeConfig) -> tuple[str, ...]:
 
 
 def _fitted(
-    config: RuntimeConfig, model: str, batches: list[int], context_tokens: int, steps: int
-) -> RuntimeConfig:
+    resolved: ResolvedConfig, model: str, batches: list[int], context_tokens: int, steps: int
+) -> ResolvedConfig:
     """Graphs for the batches alone, a cache for the largest, and room for every token.
 
     Raises:
@@ -117,13 +120,14 @@ def _fitted(
     from tp_runtime.launch.model_shape import model_config
 
     flags = f"flags --context={context_tokens} and --steps={steps}"
-    fitted = dataclasses.replace(
-        config, max_batch_size=max(batches), decode_buckets=tuple(sorted(set(batches)))
+    fitted = resolved.changed(
+        "flag --batch", max_batch_size=max(batches), decode_buckets=tuple(sorted(set(batches)))
     )
-    if fitted.max_seq_len is not None:
-        if context_tokens + steps > fitted.max_seq_len:
+    max_seq_len = fitted.config.max_seq_len
+    if max_seq_len is not None:
+        if context_tokens + steps > max_seq_len:
             raise exits.UsageError(
-                f"{flags}: expected a sum of at most max_seq_len={fitted.max_seq_len}, got "
+                f"{flags}: expected a sum of at most max_seq_len={max_seq_len}, got "
                 f"{context_tokens + steps}; lower one of them or raise --max-seq-len"
             )
         return fitted
@@ -135,4 +139,4 @@ def _fitted(
             f"{flags}: expected 2 * context + steps of at most {positions}, the positions of "
             f"{model}, got {needed}; lower one of them"
         )
-    return dataclasses.replace(fitted, max_seq_len=needed)
+    return fitted.changed("flags --context and --steps", max_seq_len=needed)

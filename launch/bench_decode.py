@@ -10,12 +10,12 @@ import random
 import statistics
 import time
 from dataclasses import dataclass, replace
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tp_runtime.errors import ConfigError
+from tp_runtime.launch.provenance import DISTRIBUTIONS, versions
 from tp_runtime.sampling import SamplingParams
 from tp_runtime.step_times import Phase
 
@@ -42,7 +42,6 @@ _WARM_UP_STEPS = 20
 _TRACED_STEPS = 10
 _COPY_BYTES = 1 << 30
 _COPIES = 10
-_DISTRIBUTIONS = ("tp-runtime", "torch", "triton", "flashinfer-python", "nvidia-cudnn-frontend")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +239,7 @@ class DecodeBench:
         return {
             "date": datetime.date.today().isoformat(),
             "device": torch.cuda.get_device_name() if on_cuda else platform.processor() or "cpu",
-            "versions": {name: _version(name) for name in _DISTRIBUTIONS},
+            "versions": versions(DISTRIBUTIONS),
             "model": self.config.model,
             "dtype": str(dtype).removeprefix("torch."),
             "tp_size": size,
@@ -314,10 +313,3 @@ def _copy_bandwidth(device: Any) -> float:
             target.copy_(source)
             best_s = min(best_s, time.perf_counter() - started)
     return _COPY_BYTES / best_s
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

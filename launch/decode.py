@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Sequence
 
+    from tp_runtime.config import ResolvedConfig
     from tp_runtime.launch.decode_report import Reported
     from tp_runtime.launch.interrupts import Interrupts
     from tp_runtime.launch.output import JsonTarget
@@ -111,16 +111,16 @@ def run(
         prompts = read_stdin() if info.tp_rank == 0 else ()
     elif resolved.sources["max_batch_size"] == "default" and prompts:
         # every rank knows how many there are: fewer buckets to measure and to capture
-        config = dataclasses.replace(
-            config, max_batch_size=min(config.max_batch_size, len(prompts))
+        resolved = resolved.changed(
+            "number of prompts", max_batch_size=min(config.max_batch_size, len(prompts))
         )
 
-    engine = (make_engine or _engine)(config)
+    engine = (make_engine or _engine)(resolved.config)
     try:
         if info.tp_rank > 0:
             status = _serve(engine, args, info, interrupts)
         else:
-            status = _answer(engine, args, info, interrupts, prompts, sampling, target)
+            status = _answer(engine, args, info, interrupts, prompts, sampling, target, resolved)
     except KeyboardInterrupt:
         # between two steps everybody can be told to stop; in the middle of a start nobody listens
         engine.close(None if interrupts.deferred else "interrupted")
@@ -181,6 +181,7 @@ def _answer(
     prompts: Sequence[str],
     sampling: SamplingParams,
     target: JsonTarget,
+    resolved: ResolvedConfig,
 ) -> int:
     clock = Clock()
     speaks = info.tp_group == 0 and not target.on_stdout
@@ -189,7 +190,7 @@ def _answer(
         clock.loaded()
         interrupts.defer()
         finished = _decode(engine, prompts, sampling, clock, interrupts, progress, args.raw, speaks)
-    document_ = document(engine, prompts, finished, clock)
+    document_ = document(engine, resolved, prompts, finished, clock)
     target.write(document_)
     if speaks and not args.quiet:
         say()

@@ -6,10 +6,12 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tp_runtime.launch.output import table
+from tp_runtime.launch.provenance import provenance
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from tp_runtime.config import ResolvedConfig
     from tp_runtime.ranks import RankInfo
     from tp_runtime.requests import RequestOutput
 
@@ -20,6 +22,11 @@ if TYPE_CHECKING:
     class Chooser(Protocol):
         """The part of a BackendPlan that is used here."""
 
+        @property
+        def device(self) -> str: ...
+        @property
+        def buckets(self) -> Sequence[int]: ...
+        def variants(self, bucket: int) -> Sequence[str]: ...
         def choose(self, *, batch_size: int, total_kv: int, max_kv: int) -> Chosen: ...
 
     class Reported(Protocol):
@@ -94,9 +101,17 @@ class Clock:
 
 
 def document(
-    engine: Reported, prompts: Sequence[str], outputs: Sequence[RequestOutput], clock: Clock
+    engine: Reported,
+    resolved: ResolvedConfig,
+    prompts: Sequence[str],
+    outputs: Sequence[RequestOutput],
+    clock: Clock,
 ) -> dict[str, Any]:
-    """The JSON of a run; outputs are in the order of the prompts."""
+    """The JSON of a run; outputs are in the order of the prompts.
+
+    Args:
+        resolved: the settings that the engine runs with.
+    """
     return {
         "outputs": [
             {
@@ -110,7 +125,16 @@ def document(
             for prompt, output in zip(prompts, outputs, strict=True)
         ],
         "ranks": [{key: report[key] for key in RANK_KEYS} for report in engine.rank_reports()],
+        "plan": {
+            "source": engine.plan_source,
+            "device": engine.plan.device,
+            "buckets": [
+                {"bucket": bucket, "backends": list(engine.plan.variants(bucket))}
+                for bucket in engine.plan.buckets
+            ],
+        },
         "timing": clock.timing(),
+        **provenance(resolved),
     }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from tp_runtime.config import ResolvedConfig, RuntimeConfig
@@ -12,6 +11,7 @@ from tp_runtime.errors import TpRuntimeError
 from tp_runtime.launch import exits, selftest
 from tp_runtime.launch.options import add_common, add_settings, json_target
 from tp_runtime.launch.output import say, table
+from tp_runtime.launch.provenance import settings, versions
 from tp_runtime.pages import resolve_kernel_page
 from tp_runtime.rendezvous import runtime_directory
 from tp_runtime.selection import available_backends
@@ -69,10 +69,7 @@ def examine(resolved: ResolvedConfig, *, self_test: bool) -> dict[str, Any]:
         "cores": _cores(),
         "devices": _devices(),
         "backends": _backends(resolved.config),
-        "settings": {
-            name: {"value": getattr(resolved.config, name), "source": source}
-            for name, source in resolved.sources.items()
-        },
+        "settings": settings(resolved),
         "run_directory": directory,
         "self_test": selftest.try_channel() if self_test and directory["problem"] is None else None,
     }
@@ -132,16 +129,13 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in DISTRIBUTIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
     import torch
 
-    found["cuda"] = torch.version.cuda
-    return found
+    return {
+        "python": platform.python_version(),
+        **versions(DISTRIBUTIONS),
+        "cuda": torch.version.cuda,
+    }
 
 
 def _cores() -> dict[str, Any]:

@@ -16,11 +16,12 @@ from tp_runtime.launch.output import say, table
 from tp_runtime.launch.plan import describe
 from tp_runtime.launch.problem import Problem, problem_of
 from tp_runtime.launch.progress import Progress
+from tp_runtime.launch.provenance import provenance
 from tp_runtime.launch.recorded import read_recorded
 from tp_runtime.planning import Decision, decide
 from tp_runtime.ranks import TORCHRUN_VARIABLES, RankInfo
 from tp_runtime.selection.heat_map import HeatMap, require_matplotlib
-from tp_runtime.selection.report import refusal_lines, selection_report
+from tp_runtime.selection.report import disturbed, refusal_lines, selection_report
 
 if TYPE_CHECKING:
     import argparse
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
             raise exits.UsageError("flag --recorded: expected --png FILE with it")
         read_recorded(args.recorded).save(Path(args.png))
         return exits.OK
-    config = RuntimeConfig.resolve(args).config
+    resolved = RuntimeConfig.resolve(args)
+    config = resolved.config
     if config.model is None:
         raise ConfigError("no model: expected --model smollm2, a path, or random:<named config>")
     time_limit_s = float(
@@ -89,7 +91,9 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         _save(selected.decision.plan, Path(args.save))
     if args.png is not None:
         heat_map_of(selected).save(Path(args.png))
-    target.write(as_document(selected))
+    # off is for engines: who asks for a selection gets one
+    resolved = resolved.changed("select", enable_dynamic_decode_backend=True)
+    target.write({**as_document(selected), **provenance(resolved)})
     if not target.on_stdout:
         say(as_text(selected))
     return exits.OK
@@ -161,6 +165,7 @@ def as_document(selected: Selected) -> dict[str, Any]:
         "samples": [] if report is None else [dataclasses.asdict(s) for s in report.samples],
         "seconds": None if report is None else report.seconds,
         "complete": None if report is None else report.complete,
+        "disturbed": disturbed(decision.plan),
         "plan": describe(decision.plan),
     }
 

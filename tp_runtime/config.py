@@ -10,7 +10,7 @@ import logging
 import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
@@ -234,11 +234,18 @@ class ResolvedConfig:
     """A config, and where each value is from.
 
     Args:
-        sources: field -> "flag", "env NAME", "file PATH" or "default".
+        sources: field -> "flag", "env NAME", "file PATH" or "default", or what `changed` it.
     """
 
     config: RuntimeConfig
     sources: Mapping[str, str]
+
+    def changed(self, source: str, **values: Any) -> ResolvedConfig:
+        """The same with other values of some settings, and where those are from."""
+        return ResolvedConfig(
+            config=replace(self.config, **values),
+            sources={**self.sources, **dict.fromkeys(values, source)},
+        )
 
 
 @cache

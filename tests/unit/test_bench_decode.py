@@ -38,6 +38,9 @@ def test_cells_say_where_the_time_of_a_step_goes(
         for batch in (1, 3)
         for case in (("random", "async"), ("greedy", "async"), ("random", "sync"))
     ]
+    assert result["versions"]["torch"]
+    assert result["settings"]["model"] == {"value": "random:tiny", "source": "flag"}
+    assert result["settings"]["decode_buckets"] == {"value": [1, 3], "source": "flag --batch"}
     for cell in result["cells"]:
         assert cell["device_us"] > 0
         assert 0 < cell["step_us"] <= cell["step_p99_us"]

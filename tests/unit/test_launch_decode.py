@@ -42,6 +42,12 @@ class FakeChoice:
 
 
 class FakePlan:
+    device = "a machine"
+    buckets = (1, 2)
+
+    def variants(self, bucket: int) -> tuple[str, ...]:
+        return ("first", "second")[:bucket]
+
     def choose(self, *, batch_size: int, total_kv: int, max_kv: int) -> FakeChoice:
         return FakeChoice(f"backend-for-{batch_size}-{total_kv}-{max_kv}")
 
@@ -229,6 +235,20 @@ def test_json_has_the_form_of_the_contract(
     ]
     assert document["timing"]["output_tokens"] == 3
     assert document["timing"]["run_s"] > 0
+    assert document["plan"] == {
+        "source": "cached",
+        "device": "a machine",
+        "buckets": [
+            {"bucket": 1, "backends": ["first"]},
+            {"bucket": 2, "backends": ["first", "second"]},
+        ],
+    }
+    assert document["model"] == "m"
+    assert document["versions"]["torch"]
+    assert document["settings"]["model"] == {"value": "m", "source": "flag"}
+    # what ran, not what was asked for
+    assert document["settings"]["max_batch_size"] == {"value": 2, "source": "number of prompts"}
+    assert document["settings"]["dtype"] == {"value": "auto", "source": "default"}
     assert "[1/2] abc" in capsys.readouterr().out
 
 
