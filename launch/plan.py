@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tp_runtime.config import RuntimeConfig
 from tp_runtime.errors import ConfigError, SelectionError
-from tp_runtime.launch import exits
+from tp_runtime.launch import exits, plan_difference
 from tp_runtime.launch.options import Parser, add_common, add_settings, json_target
 from tp_runtime.launch.output import say, table
 from tp_runtime.launch.problem import problem_of
@@ -58,8 +58,9 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         differences = compare(*map(describe, plans))
         result = {"equal": not differences, "differences": differences}
         status = exits.FAILED if differences else exits.OK
-        rows = [(d["field"], str(d["first"]), str(d["second"])) for d in differences]
-        text = table(rows, header=("field", *args.files)) if rows else "equal"
+        first, second = plans
+        names = (args.files[0], args.files[1])
+        text = plan_difference.as_text(first, second, differences, names=names)
     elif args.action == "verify":
         config = RuntimeConfig.resolve(args).config
         problems = [] if config.model is None else misfits(plans[0], config, config.model)
