@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_runtime.config import RuntimeConfig
-from tp_runtime.errors import ConfigError, SelectionError
 from tp_runtime.launch import exits, plan_difference
 from tp_runtime.launch.options import Parser, add_common, add_settings, json_target
 from tp_runtime.launch.output import say, table
 from tp_runtime.launch.problem import problem_of
 from tp_runtime.planning import eligibility_of
-from tp_runtime.selection import BackendPlan, device_check
+from tp_runtime.saved_plan import fitted, read_plan
 
 if TYPE_CHECKING:
     from tp_runtime.launch.interrupts import Interrupts
+    from tp_runtime.selection import BackendPlan
 
 HELP = "show, verify or compare saved plans (made by `select --save FILE`)"
 
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     if args.action is None:
         raise exits.UsageError("expected an action: plan show|verify FILE, or plan diff FILE FILE")
     target = json_target(args)
-    plans = [load(Path(name)) for name in args.files]
+    plans = [read_plan(Path(name)) for name in args.files]
     status = exits.OK
     result: dict[str, Any]
     if args.action == "diff":
@@ -77,40 +77,21 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     return status
 
 
-def load(path: Path) -> BackendPlan:
-    """Read a saved plan.
-
-    Raises:
-        ConfigError: the file cannot be read.
-        PlanFormatError: it is no whole plan.
-    """
-    try:
-        return BackendPlan.load(path)
-    except OSError as error:
-        raise ConfigError(f"plan {path}: cannot be read: {error.strerror or error}") from error
-
-
 def misfits(plan: BackendPlan, config: RuntimeConfig, model: str) -> list[str]:
     """Why a model with these settings would not run this plan here; empty if it would.
 
     Raises: ConfigError, ModelError: as an engine with these settings would.
     """
     problem = problem_of(config, model, tp_size=config.tp_size or 1)
-    found = [
-        f"{field}: the plan has {theirs}, here it is {here}"
-        for field, theirs, here in (
-            ("device", plan.device, problem.info.name),
-            ("buckets", list(plan.buckets), list(problem.buckets)),
-        )
-        if theirs != here
-    ]
-    check = device_check(problem.shape, problem.info, eligibility=eligibility_of(config))
-    try:
-        refusals = check(plan)
-    except SelectionError as error:
-        return [*found, str(error)]
-    used = {plan.priority[0], *plan.backends}
-    return found + [f"{name}: {why}" for name, why in refusals.items() if name in used]
+    _, problems = fitted(
+        plan,
+        shape=problem.shape,
+        device=problem.info,
+        buckets=problem.buckets,
+        named=config.decode_buckets is not None,
+        eligibility=eligibility_of(config),
+    )
+    return problems
 
 
 def describe(plan: BackendPlan) -> dict[str, Any]:

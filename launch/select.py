@@ -112,7 +112,8 @@ def measure_plan(
 
     problem = problem_of(config, model, tp_size=tp_size)
     decision = decide(
-        dataclasses.replace(config, enable_dynamic_decode_backend=True),
+        # measure: a saved plan is what this may be about to replace
+        dataclasses.replace(config, enable_dynamic_decode_backend=True, decode_plan=None),
         problem.shape,
         problem.device,
         buckets=problem.buckets,

@@ -120,6 +120,11 @@ class RuntimeConfig:
         "batches drawn from it as well",
         placeholder="FILE",
     )
+    decode_plan: str | None = setting(
+        None,
+        help="plan that `select --save` wrote, to be taken instead of measuring; rank 0 reads it; "
+        "refused if it is for another device, model shape or larger batches",
+    )
     decode_backend: str | None = setting(
         None, help="the one decode attention backend to use; refused if it cannot serve the model"
     )

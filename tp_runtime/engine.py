@@ -345,8 +345,8 @@ class Engine:
 
     @property
     def plan_source(self) -> Source:
-        """Whether the plan was measured now or by an earlier start, or is the fixed priority. Peers
-        only know that it is from rank 0."""
+        """Whether the plan was measured now or by an earlier start, is from a file, or is the fixed
+        priority. Peers only know that it is from rank 0."""
         return self._started()[0].decision.source
 
     @property

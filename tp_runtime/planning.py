@@ -2,6 +2,7 @@
 
 The decision is made on rank 0 alone. What the settings exclude is excluded here, before anything
 is measured. A measured plan is kept, and a later start under the same circumstances takes it.
+A plan in a file that the settings name is taken as it is, or refused.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tp_runtime.caches import cache_directory
-from tp_runtime.errors import BackendUnavailable, SelectionError
+from tp_runtime.errors import BackendUnavailable, ConfigError, PlanFormatError, SelectionError
+from tp_runtime.saved_plan import fitted, read_plan
 from tp_runtime.selection import (
     PRIORITY_VERSION,
     BackendPlan,
@@ -48,7 +51,7 @@ SELECTION_TIME_LIMIT_S = 120.0
 MAX_VARIANTS = 2
 MARGIN = 0.05
 
-Source = Literal["fixed priority", "measured", "cached", "from rank 0"]
+Source = Literal["fixed priority", "measured", "cached", "from file", "from rank 0"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +100,7 @@ def decide(
     time_limit_s: float = SELECTION_TIME_LIMIT_S,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Decision:
-    """Take the kept plan, or measure and select; by priority when the selection is off.
+    """Take the plan of a file or the kept one, or measure and select; else go by priority.
 
     Args:
         layers: of the model; they share the host's planning of a step.
@@ -105,8 +108,8 @@ def decide(
         progress: see `measure_in_child`.
 
     Raises:
-        ConfigError: the settings name a backend that does not exist, or a file of lengths that
-            is none.
+        ConfigError: the settings name a backend that does not exist, a file of lengths that is
+            none, or a plan that this run cannot take.
         BackendUnavailable: no backend may serve this shape on this device.
     """
     began = time.monotonic()
@@ -117,6 +120,14 @@ def decide(
     if not priority:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in refusals.items())
         raise BackendUnavailable(f"no decode backend may serve {shape} on {info.name}: {reasons}")
+    if config.decode_plan is not None:
+        return Decision(
+            plan=_from_file(config, config.decode_plan, shape, info, buckets),
+            refusals=refusals,
+            report=None,
+            source="from file",
+            seconds=time.monotonic() - began,
+        )
     kept: KeptPlan | None = None
     source: Source = "fixed priority"
     if config.enable_dynamic_decode_backend:
@@ -150,6 +161,33 @@ def decide(
         source=source if plan.measured else "fixed priority",
         seconds=time.monotonic() - began,
     )
+
+
+def _from_file(
+    config: RuntimeConfig, path: str, shape: DecodeShape, info: DeviceInfo, buckets: Sequence[int]
+) -> BackendPlan:
+    """The part of a saved plan that this run takes. Raises ConfigError: it cannot take it."""
+    advice = (
+        "save one by `tp-runtime select --save` with the settings of this run on this device, or "
+        "unset decode_plan"
+    )
+    try:
+        whole = read_plan(Path(path))
+    except (ConfigError, PlanFormatError) as error:
+        raise ConfigError(f"decode_plan={path!r}: {error}; {advice}") from error
+    plan, problems = fitted(
+        whole,
+        shape=shape,
+        device=info,
+        buckets=buckets,
+        named=config.decode_buckets is not None,
+        eligibility=eligibility_of(config),
+    )
+    if problems:
+        raise ConfigError(
+            f"decode_plan={path!r} does not fit this run: {'; '.join(problems)}; {advice}"
+        )
+    return plan
 
 
 def _request(

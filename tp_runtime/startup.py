@@ -192,7 +192,7 @@ def build_rank(
             cache=cache,
             plan=decision.plan,
             backends=BackendSet(shape, group.device),
-            buckets=sizes.buckets,
+            buckets=decision.plan.buckets,  # a plan from a file may have others than the sizes
             times=times,
             products=products,
         )

@@ -101,6 +101,64 @@ def test_off_means_nothing_imported_measured_or_kept(
     assert not (tmp_path / "tp_runtime" / "plans").exists()
 
 
+def start_from_files(whole: str, damaged: str) -> dict[str, Any]:
+    """An engine of a saved plan, then one of a damaged file. No rank above 0 can read them."""
+    from tp_runtime import Engine, RuntimeConfig, SamplingParams
+    from tp_runtime.errors import TpRuntimeError
+
+    subprocess.Popen.__init__ = refuse_processes  # type: ignore[method-assign]
+    here = os.environ["RANK"] == "0"
+    engine = Engine(RuntimeConfig(**SMALL, decode_plan=whole if here else "/absent/plan.json"))
+    with engine:
+        if engine.rank == 0:
+            (*_, last) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=3))
+            assert last.finished
+        else:
+            engine.serve_peer()
+        held: dict[str, Any] = {"source": engine.plan_source, "digest": engine.plan_digest}
+        held["buckets"] = list(engine.plan.buckets)
+    engine = Engine(RuntimeConfig(**SMALL, decode_plan=damaged if here else None))
+    try:
+        engine.start()
+    except TpRuntimeError as error:
+        held |= {"error": type(error).__name__, "said": str(error)}
+    held["captured"] = engine.capture_report is not None
+    engine.close()
+    return held
+
+
+def test_a_saved_plan_is_taken_on_all_ranks_and_a_damaged_one_refused_on_all(
+    tmp_path: Path,
+) -> None:
+    from tp_runtime.config import RuntimeConfig
+    from tp_runtime.launch.problem import problem_of
+    from tp_runtime.selection import PRIORITY_VERSION, Sample, select
+
+    problem = problem_of(RuntimeConfig(**SMALL), SMALL["model"], tp_size=2)
+    plan = select(
+        [
+            Sample(backend="cpu_rowwise", bucket=b, total_kv=b * n, max_kv=n, median_us=float(n))
+            for b in (1, 2, 4)
+            for n in (32, 64, 128)
+        ],
+        priority=["cpu_rowwise", "cpu_padded"],
+        priority_version=PRIORITY_VERSION,
+        shape=problem.shape,
+        device=problem.info.name,
+    )
+    whole, damaged = tmp_path / "plan.json", tmp_path / "damaged.json"
+    plan.save(whole)
+    damaged.write_bytes(whole.read_bytes()[:-100])
+    root, peer = run_ranks(start_from_files, 2, TIMEOUT_S, args=(str(whole), str(damaged)))
+    assert (root["source"], peer["source"]) == ("from file", "from rank 0")
+    assert root["digest"] == peer["digest"] is not None
+    assert root["buckets"] == peer["buckets"] == [1, 2]  # the part that the run needs
+    assert (root["error"], peer["error"]) == ("ConfigError", "PeerLost")
+    for rank in (root, peer):
+        assert f"decode_plan={str(damaged)!r}: {damaged}: truncated" in rank["said"]
+        assert not rank["captured"]
+
+
 def die_while_rank_0_measures() -> dict[str, Any]:
     import psutil
 

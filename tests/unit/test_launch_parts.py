@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 DECODE_FLAGS = """
 --all-reduce --async-decode --broadcast-timeout-s --broadcast-wait --config --debug
---decode-backend --decode-buckets --device --disable-decode-backend --dtype
+--decode-backend --decode-buckets --decode-plan --device --disable-decode-backend --dtype
 --enable-dynamic-decode-backend --help --ignore-eos --join-timeout-s --json
 --kernel-page-size --kv-block-size --kv-cache-tokens
 --length-histogram --log-level --max-batch-size --max-seq-len --max-tokens --min-p --model
