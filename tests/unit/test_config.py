@@ -169,6 +169,16 @@ def test_the_file_may_use_dashes_and_arrays(tmp_path: Path) -> None:
     assert config.join_timeout_s == 5
 
 
+def test_a_saved_plan_is_named_like_every_setting(tmp_path: Path) -> None:
+    file = tmp_path / "tp.toml"
+    file.write_text('decode-plan = "1.json"')
+    assert RuntimeConfig.resolve({}, {}, file).config.decode_plan == "1.json"
+    assert _resolve_env(TP_RUNTIME_DECODE_PLAN="2.json").decode_plan == "2.json"
+    assert RuntimeConfig.resolve({"decode_plan": "3.json"}, {}).config.decode_plan == "3.json"
+    with pytest.raises(EnvError, match="TP_RUNTIME_DECODE_PLAN: decode_plan='': expected a text"):
+        _resolve_env(TP_RUNTIME_DECODE_PLAN="")
+
+
 def test_the_file_can_come_from_a_flag_or_a_variable(tmp_path: Path) -> None:
     one, two = tmp_path / "1.toml", tmp_path / "2.toml"
     one.write_text("kv_block_size = 16")
