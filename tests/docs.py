@@ -12,6 +12,7 @@ from typing import Any
 API = Path(__file__).parents[1] / "docs" / "api.md"
 
 ONE, ONE_OR_TWO, TWO = "", "runs on 1 or 2 ranks", "needs 2 ranks"
+MEASURES = "measures in a child process"
 """What the comment before a snippet may say; without one it runs in one process."""
 
 _SNIPPET = re.compile(r"(?:^<!-- ([^\n]*) -->\n)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -1,8 +1,8 @@
-"""The snippets of docs/api.md that need more than one rank."""
+"""The snippets of docs/api.md that need more than one process."""
 
 from __future__ import annotations
 
-from tests.docs import ONE_OR_TWO, TWO, snippets
+from tests.docs import MEASURES, ONE_OR_TWO, TWO, snippets
 from tp_runtime.testing import run_ranks
 
 
@@ -18,3 +18,8 @@ def test_snippets_of_two_ranks() -> None:
     assert "[3.0, 3.0, 3.0]" in own_group
     assert tensors == "[0, 1, 2] True\n"
     assert peer == ["", "", tensors]
+
+
+def test_selection_alone() -> None:
+    (snippet,) = snippets(MEASURES)
+    snippet.run()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import tp_runtime
-from tests.docs import API, ONE, ONE_OR_TWO, TWO, Snippet, prose, snippets
+from tests.docs import API, MEASURES, ONE, ONE_OR_TWO, TWO, Snippet, prose, snippets
 
 PUBLIC = {
     name: getattr(module, name)
@@ -48,7 +48,7 @@ def listed_in(table: str) -> dict[str, str | None]:
 
 
 def test_every_snippet_says_where_it_runs() -> None:
-    assert {snippet.ranks for snippet in snippets()} == {ONE, ONE_OR_TWO, TWO}
+    assert {snippet.ranks for snippet in snippets()} == {ONE, ONE_OR_TWO, TWO, MEASURES}
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,8 @@ def test_snippets_run(snippet: Snippet) -> None:
     printed = snippet.run()
     if "Engine(" in snippet.code:
         assert printed, "it was to print tokens"
+    if "worker.launch" in snippet.code:
+        assert printed == "[4, 4, 4, 4, 4]\n"
     if "engine.abort" in snippet.code:
         assert "0 length 8" in printed
         assert "1 abort" in printed
