@@ -109,7 +109,14 @@ def agreed_plan(channel: CpuTpBroadcaster, group: TpGroup, shape: DecodeShape) -
     if group.rank == 0:
         offers = available_backends(shape, device)
         priority = [name for name, reason in offers if reason is None]
-        request = BenchRequest(shape=shape, buckets=BUCKETS, kv_lens=(16, 64), repeats=3, threads=1)
+        request = BenchRequest(
+            shape=shape,
+            device=str(group.device),
+            buckets=BUCKETS,
+            kv_lens=(16, 64),
+            repeats=3,
+            threads=1,
+        )
         report = measure_in_child(request, 60.0)
         priority = [name for name in priority if name not in report.refusals]
         plan = select(report.samples, priority=priority, buckets=BUCKETS, shape=shape)
@@ -132,6 +139,9 @@ def decode(
     )
     plan = agreed_plan(channel, group, shape)
     backends = BackendSet(shape, group.device)
+    for bucket in plan.buckets:
+        for name in plan.variants(bucket):
+            backends[name].prepare_for_capture(bucket)
     model = HostModel(group=group, shape=shape)
     graphs = DecodeGraphs(
         lambda inputs, bucket, variant: model.step(

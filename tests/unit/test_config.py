@@ -175,7 +175,7 @@ def test_a_saved_plan_is_named_like_every_setting(tmp_path: Path) -> None:
     assert RuntimeConfig.resolve({}, {}, file).config.decode_plan == "1.json"
     assert _resolve_env(TP_RUNTIME_DECODE_PLAN="2.json").decode_plan == "2.json"
     assert RuntimeConfig.resolve({"decode_plan": "3.json"}, {}).config.decode_plan == "3.json"
-    with pytest.raises(EnvError, match="TP_RUNTIME_DECODE_PLAN: decode_plan='': expected a text"):
+    with pytest.raises(EnvError, match="TP_RUNTIME_DECODE_PLAN='': expected a text"):
         _resolve_env(TP_RUNTIME_DECODE_PLAN="")
 
 
