@@ -1,4 +1,4 @@
-"""What each selection rule loses on recorded measurements of an H200: the table of docs/benchmarks.md.
+"""What each selection rule loses on recorded measurements of an H200, as in docs/benchmarks.md.
 
     python benchmarks/selection_rules.py
 
