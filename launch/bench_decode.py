@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tp_runtime.errors import ConfigError
+from tp_runtime.launch.decode_report import plan_document
 from tp_runtime.launch.provenance import DISTRIBUTIONS, versions
 from tp_runtime.sampling import SamplingParams
 from tp_runtime.step_times import Phase
@@ -246,6 +247,7 @@ class DecodeBench:
             "context_tokens": self.context_tokens,
             "steps": self.steps,
             "plan_digest": engine.plan_digest,
+            "plan": plan_document(engine),
             "weight_bytes": values * dtype.itemsize,
             "kv_bytes_per_request": kv_token_values * dtype.itemsize * self.context_tokens,
             "copy_bytes_per_s": _copy_bandwidth(torch.device("cuda" if on_cuda else "cpu")),

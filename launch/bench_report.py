@@ -55,6 +55,11 @@ def as_text(result: Mapping[str, Any]) -> str:
         ("device", f"{result['device']}, copies {result['copy_bytes_per_s'] / 1e12:.3f} TB/s"),
         ("context", f"{result['context_tokens']} tokens, medians of {result['steps']} steps"),
     ]
+    plan = result["plan"]
+    backends = "; ".join(
+        f"batch {entry['bucket']} {' or '.join(entry['backends'])}" for entry in plan["buckets"]
+    )
+    facts.append(("plan", f"{plan['source']}: {backends}"))
     if result["capture_s"] is not None and result["capture_bytes"]:
         facts.append(
             (

@@ -46,6 +46,18 @@ if TYPE_CHECKING:
 RANK_KEYS = ("rank", "plan_digest", "capture_digest")
 
 
+def plan_document(engine: Reported) -> dict[str, Any]:
+    """Which backends the plan captured for each bucket, and where it is from."""
+    plan = engine.plan
+    return {
+        "source": engine.plan_source,
+        "device": plan.device,
+        "buckets": [
+            {"bucket": bucket, "backends": list(plan.variants(bucket))} for bucket in plan.buckets
+        ],
+    }
+
+
 class Clock:
     """When things happened, in seconds since it was made.
 
@@ -125,14 +137,7 @@ def document(
             for prompt, output in zip(prompts, outputs, strict=True)
         ],
         "ranks": [{key: report[key] for key in RANK_KEYS} for report in engine.rank_reports()],
-        "plan": {
-            "source": engine.plan_source,
-            "device": engine.plan.device,
-            "buckets": [
-                {"bucket": bucket, "backends": list(engine.plan.variants(bucket))}
-                for bucket in engine.plan.buckets
-            ],
-        },
+        "plan": plan_document(engine),
         "timing": clock.timing(),
         **provenance(resolved),
     }

@@ -56,7 +56,10 @@ def test_cells_say_where_the_time_of_a_step_goes(
     assert floor_us(result, 3) > floor_us(result, 1) > 0
     table = as_text(result)
     assert table in capsys.readouterr().out
-    assert len(table.splitlines()) == 3 + 1 + 1 + len(cells)
+    assert len(table.splitlines()) == 4 + 1 + 1 + len(cells)
+    assert [entry["bucket"] for entry in result["plan"]["buckets"]] == [1, 3]
+    for entry in result["plan"]["buckets"]:
+        assert f"batch {entry['bucket']} {entry['backends'][0]}" in table
     assert json.loads(trace.read_text())["traceEvents"]
 
 
