@@ -126,7 +126,12 @@ class Connection:
 
     def _watch(self, channel: CpuTpBroadcaster) -> None:
         if channel.world_size > 1:
-            self._watcher = FailureWatcher(channel, rank=self.rank, on_failure=self._on_failure)
+            self._watcher = FailureWatcher(
+                channel,
+                rank=self.rank,
+                on_failure=self._on_failure,
+                start_timeout_s=self._config.broadcast_timeout_s,
+            )
 
     @property
     def channel(self) -> CpuTpBroadcaster:
@@ -144,6 +149,8 @@ class Connection:
 
     def expect_steps(self) -> None:
         """From here on the ranks run steps, which take less than forming and loading did."""
+        if self._watcher is not None:
+            self._watcher.started()
         if self._owns_group:
             self.group.set_timeout(self._config.broadcast_timeout_s)
 

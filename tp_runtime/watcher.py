@@ -4,6 +4,9 @@ The channel's failure descriptor becomes readable when the channel fails: a peer
 for too long, or aborted. The watcher sleeps on it. It then ends every wait of the group that can
 be ended, and does what the host asked for. A collective inside a driver or a library cannot be
 interrupted; only "exit" ends a process that is stuck there, so only the command line asks for it.
+
+While the ranks start it also looks for ranks that are stopped. In steps the channel notices them,
+but NCCL, which is formed before the first step, waits for them without end.
 """
 
 from __future__ import annotations
@@ -14,8 +17,11 @@ import select
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
+
+from tp_runtime.broadcast.sockets import process_state
 
 if TYPE_CHECKING:
     from tp_runtime.broadcast import CpuTpBroadcaster
@@ -29,6 +35,7 @@ OnFailure = Literal["raise", "exit"] | Callable[["BroadcastError"], None]
 EXIT_CODE = 1
 EXIT_GRACE_S = 2.0
 """How long the main thread may take to end by itself, with its own error message."""
+_LOOK_S = 0.5
 _CALLBACK_S = 10.0  # for a host's `on_failure` that is under way at the end
 
 
@@ -39,6 +46,7 @@ class FailureWatcher:
         on_failure: "raise": waits of the group raise, and so does the next call of the channel;
             a callable is called with the cause, on this thread; "exit": the process ends with
             code 1 if its main thread has not ended it within 2 s.
+        start_timeout_s: how long a rank may be stopped before `started`.
     """
 
     def __init__(
@@ -47,6 +55,7 @@ class FailureWatcher:
         *,
         rank: int,
         on_failure: OnFailure,
+        start_timeout_s: float,
     ) -> None:
         self._channel = channel
         self._rank = rank
@@ -54,6 +63,8 @@ class FailureWatcher:
         self._group: TpGroup | None = None
         self._lock = threading.Lock()
         self._cause: BroadcastError | None = None
+        self._start_timeout_s = start_timeout_s
+        self._started = False
         self._stopped = threading.Event()
         self._pid = os.getpid()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -67,6 +78,10 @@ class FailureWatcher:
             cause = self._cause
         if cause is not None:
             group.fail(cause)
+
+    def started(self) -> None:
+        """From here on the ranks run steps, and the channel notices who is stopped."""
+        self._started = True
 
     def close(self) -> None:
         """Stop watching; idempotent. To be called before the channel is closed."""
@@ -86,12 +101,23 @@ class FailureWatcher:
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
         poll.register(self._wake_read, select.POLLIN)
+        stopped_s = defaultdict[int, float](float)
         while not self._stopped.is_set():
-            poll.poll()
+            poll.poll(None if self._started else _LOOK_S * 1e3)
             cause = self._channel.failure
             if cause is not None:
                 self._failed(cause)
                 return
+            for rank, pid in enumerate(self._channel.pids if not self._started else ()):
+                # counted by looks, so that time in which this process was frozen does not count
+                seen = process_state(pid) == "stopped"
+                stopped_s[rank] = stopped_s[rank] + _LOOK_S if seen else 0.0
+                if stopped_s[rank] > self._start_timeout_s:
+                    self._channel.abort(
+                        f"rank {rank} (pid {pid}) was stopped for {self._start_timeout_s:g} s "
+                        "while the ranks started"
+                    )
+                    break
 
     def _failed(self, cause: BroadcastError) -> None:
         with self._lock:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+import subprocess
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, cast
@@ -22,6 +25,7 @@ class FakeChannel:
 
     def __init__(self) -> None:
         self.failure: BroadcastError | None = None
+        self.pids: tuple[int, ...] = (os.getpid(),)
         self._read, self._write = os.pipe()
         self._epoll = select.epoll()
         self._epoll.register(self._read, select.EPOLLIN)
@@ -59,9 +63,13 @@ def channel() -> Iterator[FakeChannel]:
 
 @pytest.fixture
 def watcher(channel: FakeChannel) -> Iterator[FailureWatcher]:
-    watcher = FailureWatcher(cast("Any", channel), rank=1, on_failure="raise")
+    watcher = watcher_of(channel)
     yield watcher
     watcher.close()
+
+
+def watcher_of(channel: FakeChannel) -> FailureWatcher:
+    return FailureWatcher(cast("Any", channel), rank=1, on_failure="raise", start_timeout_s=0.03)
 
 
 def test_a_failure_of_the_channel_ends_the_group(
@@ -85,3 +93,26 @@ def test_a_group_that_comes_after_the_failure_is_told(
     group = FakeGroup()
     watcher.watch_group(cast("Any", group))
     assert group.cause is channel.failure
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_rank_that_is_stopped_ends_a_start_and_no_step(
+    started: bool, channel: FakeChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tp_runtime.watcher._LOOK_S", 0.01)
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    sleeper.send_signal(signal.SIGSTOP)
+    channel.pids = (sleeper.pid, os.getpid())
+    watcher = watcher_of(channel)
+    if started:
+        watcher.started()
+    group = FakeGroup()
+    watcher.watch_group(cast("Any", group))
+    try:
+        assert group.failed.wait(0.3 if started else 30) is not started
+    finally:
+        sleeper.kill()
+        sleeper.communicate()
+        watcher.close()
+    if not started:
+        assert f"rank 0 (pid {sleeper.pid}) was stopped for 0.03 s" in str(group.cause)
