@@ -47,6 +47,10 @@ _FOREIGN = {
     "RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT": (
         "set by torchrun; all of them or none"
     ),
+    "OMP_NUM_THREADS": (
+        "as TP_RUNTIME_NUM_THREADS, which comes first; with several ranks a 1 does not count, "
+        "as torchrun sets it by itself"
+    ),
     "XDG_RUNTIME_DIR": (
         "private folder of this user; sockets go into its `tp_runtime`, "
         "else into `/tmp/tp_runtime-<uid>`"

@@ -7,7 +7,8 @@ import platform
 from typing import TYPE_CHECKING, Any
 
 from tp_runtime.config import ResolvedConfig, RuntimeConfig
-from tp_runtime.errors import TpRuntimeError
+from tp_runtime.cpu_threads import cpu_threads_per_rank, thread_variable
+from tp_runtime.errors import EnvError, TpRuntimeError
 from tp_runtime.launch import exits, selftest
 from tp_runtime.launch.options import add_common, add_settings, json_target
 from tp_runtime.launch.output import say, table
@@ -67,6 +68,7 @@ def examine(resolved: ResolvedConfig, *, self_test: bool) -> dict[str, Any]:
     return {
         "versions": _versions(),
         "cores": _cores(),
+        "threads": _threads(),
         "devices": _devices(),
         "backends": _backends(resolved.config),
         "settings": settings(resolved),
@@ -96,6 +98,7 @@ def as_text(report: dict[str, Any]) -> str:
             table(
                 [
                     ("cores", f"{cores['usable']} usable of {cores['logical']}"),
+                    ("threads", _threads_text(report["threads"])),
                     *(("device", _device_text(device)) for device in report["devices"]),
                     (
                         "sockets",
@@ -141,6 +144,23 @@ def _versions() -> dict[str, str | None]:
 def _cores() -> dict[str, Any]:
     affinity = sorted(os.sched_getaffinity(0))
     return {"logical": os.cpu_count(), "usable": len(affinity), "affinity": affinity}
+
+
+def _threads() -> dict[str, Any]:
+    """CPU threads of a run of one rank, and why."""
+    try:
+        found = thread_variable()
+    except EnvError as error:
+        return {"count": None, "source": None, "problem": str(error)}
+    if found is None:
+        return {"count": cpu_threads_per_rank(1), "source": "cores", "problem": None}
+    return {"count": found[1], "source": found[0], "problem": None}
+
+
+def _threads_text(threads: dict[str, Any]) -> str:
+    if threads["problem"] is not None:
+        return f"UNUSABLE: {threads['problem']}"
+    return f"{threads['count']} for a single rank ({threads['source']})"
 
 
 def _devices() -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from tp_runtime.errors import EnvError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["cpu_threads_per_rank", "requested_threads"]
+__all__ = ["cpu_threads_per_rank", "requested_threads", "thread_variable"]
 
 
 def cpu_threads_per_rank(local_world_size: int) -> int:
@@ -34,6 +34,14 @@ def requested_threads(
     Raises:
         EnvError: the variable is not a positive number.
     """
+    found = thread_variable(env, local_world_size=local_world_size)
+    return None if found is None else found[1]
+
+
+def thread_variable(
+    env: Mapping[str, str] | None = None, *, local_world_size: int = 1
+) -> tuple[str, int] | None:
+    """The variable that `requested_threads` goes by, with its number. Raises as that does."""
     env = os.environ if env is None else env
     for name in ("TP_RUNTIME_NUM_THREADS", "OMP_NUM_THREADS"):
         text = env.get(name)
@@ -45,5 +53,5 @@ def requested_threads(
                 continue
         if not text.isdecimal() or int(text) < 1:
             raise EnvError(f"{name}={env[name]!r}: expected a positive number of threads")
-        return int(text)
+        return name, int(text)
     return None

@@ -104,13 +104,15 @@ def test_the_reader_of_our_output_may_go_away() -> None:
 
 @pytest.mark.long
 def test_doctor_tells_everything_as_json() -> None:
-    done = _run("doctor", "--json", "--kv_block_size", "32", env={"TP_RUNTIME_DTYPE": "bfloat16"})
+    env = {"TP_RUNTIME_DTYPE": "bfloat16", "TP_RUNTIME_NUM_THREADS": "1"}
+    done = _run("doctor", "--json", "--kv_block_size", "32", env=env)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["versions"]["torch"]
     assert report["settings"]["kv_block_size"] == {"value": 32, "source": "flag"}
     assert report["settings"]["dtype"] == {"value": "bfloat16", "source": "env TP_RUNTIME_DTYPE"}
     assert {backend["name"] for backend in report["backends"]} >= {"torch_reference"}
+    assert report["threads"] == {"count": 1, "source": "TP_RUNTIME_NUM_THREADS", "problem": None}
     assert report["self_test"]["problem"] is None
     assert report["self_test"]["round_trips"] == 50
 
