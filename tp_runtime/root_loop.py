@@ -135,7 +135,8 @@ class RootLoop:
     ) -> str:
         """Queue a request. Raises RequestError and changes nothing if it cannot be served."""
         if request_id is None:
-            request_id = next(i for i in map(str, self._ids) if i not in self._live)
+            made_up = (f"request-{number}" for number in self._ids)  # generate() uses "0", "1", ...
+            request_id = next(name for name in made_up if name not in self._live)
         else:
             self.check_free([request_id])
         prompt = self.checked_prompt(prompt_token_ids)
