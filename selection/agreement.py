@@ -13,7 +13,13 @@ import json
 import logging
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tp_runtime.errors import PlanFormatError, PlanMismatch, ProtocolError, SelectionError
+from tp_runtime.errors import (
+    BroadcastError,
+    PlanFormatError,
+    PlanMismatch,
+    ProtocolError,
+    SelectionError,
+)
 from tp_runtime.selection.plan import BackendPlan
 from tp_runtime.selection.registry import FACTORIES, Eligibility, available_backends
 
@@ -180,7 +186,12 @@ def agree_alike(
     theirs = _message(channel.receive(timeout_s=timeout_s), "alike", "alike")
     difference = _difference(theirs, what, mine)
     answer = detail if difference is None else difference[:_MAX_DETAIL_CHARS]
-    taken = channel.acknowledge(difference is None, answer, timeout_s=timeout_s)
+    try:
+        taken = channel.acknowledge(difference is None, answer, timeout_s=timeout_s)
+    except BroadcastError:
+        # rank 0 ends the channel as soon as it knows, which may overtake its decision
+        if difference is None:
+            raise
     if difference is not None:
         raise PlanMismatch(f"{what} differs between this rank and rank 0: {difference}")
     if not taken:

@@ -5,11 +5,17 @@ from __future__ import annotations
 import queue
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from tp_runtime.errors import BackendUnavailable, PlanMismatch, ProtocolError, TpRuntimeError
+from tp_runtime.errors import (
+    BackendUnavailable,
+    PeerLost,
+    PlanMismatch,
+    ProtocolError,
+    TpRuntimeError,
+)
 from tp_runtime.selection.agreement import agree, agree_capture, announce, device_check
 from tp_runtime.selection.base import DecodeShape, DeviceInfo
 from tp_runtime.selection.plan import BackendPlan
@@ -248,3 +254,25 @@ def test_a_different_capture_names_rank_and_field() -> None:
     assert all(isinstance(result, PlanMismatch) for result in results)
     assert "rank 2: field table_width: expected 4, got 8" in str(results[0])
     assert "field table_width" in str(results[2])
+
+
+class OvertakenChannel:
+    """A peer's end: rank 0 ends the channel before its decision is read."""
+
+    def __init__(self, values: dict[str, int]) -> None:
+        self.message = {"kind": "alike", "alike": {"what": "the capture", "values": values}}
+
+    def receive(self, *, timeout_s: float | None = None) -> Any:
+        return self.message
+
+    def acknowledge(self, ok: bool, detail: str = "", *, timeout_s: float | None = None) -> bool:
+        raise PeerLost("rank 0 was told to stop", rank=0, reason="the capture differs")
+
+
+@pytest.mark.parametrize(("mine", "expected"), [(16, PlanMismatch), (8, PeerLost)])
+def test_a_rank_that_differs_says_so_whatever_becomes_of_the_channel(
+    mine: int, expected: type[Exception]
+) -> None:
+    channel = cast("Any", OvertakenChannel({"table_width": 8}))
+    with pytest.raises(expected):
+        agree_capture(channel, {"table_width": mine}, root=False)
