@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tp_runtime.errors import PlanFormatError, PlanMismatch
+from tp_runtime.errors import BroadcastError, PlanFormatError, PlanMismatch
 from tp_runtime.selection.agreement import news_in
 
 if TYPE_CHECKING:
@@ -66,7 +67,9 @@ def follow_choice(
             raise PlanFormatError(f"expected a plan of {kind}, got {type(message).__name__}")
         plan = read(message.get("plan"))
     except PlanFormatError as error:
-        channel.acknowledge(False, str(error)[:_MAX_REASON_CHARS], timeout_s=timeout_s)
+        # rank 0 ends the channel as soon as it knows, which may overtake its decision
+        with suppress(BroadcastError):
+            channel.acknowledge(False, str(error)[:_MAX_REASON_CHARS], timeout_s=timeout_s)
         raise PlanMismatch(f"this rank cannot {verb}: {error}") from error
     if not channel.acknowledge(True, timeout_s=timeout_s):
         raise PlanMismatch(f"another rank cannot {verb}; see rank 0's error")
