@@ -16,7 +16,7 @@ import torch
 from tp_runtime import Engine, ModelShape, RankInfo, RuntimeConfig, SamplingParams, TpGroup
 
 if TYPE_CHECKING:
-    from tp_runtime.models.base import Attention
+    from tp_runtime import Attention
 
 
 class TransformersModel:

@@ -20,25 +20,30 @@ if TYPE_CHECKING:
     from tp_runtime.graphs import DecodeGraphs
     from tp_runtime.group import TpGroup
     from tp_runtime.hints import ShapeHints, broadcast_tensors
-    from tp_runtime.models.base import DecodeModel, ModelShape
+    from tp_runtime.models.base import Attention, DecodeModel, ModelShape, QkNorm
     from tp_runtime.ranks import RankInfo
-    from tp_runtime.requests import RequestOutput
+    from tp_runtime.requests import RequestOutput, TextStream
+    from tp_runtime.root_loop import Tokenizer
     from tp_runtime.sampling import SamplingParams
     from tp_runtime.staging import StagingRing
 
 _HOMES = {
     "AsyncRunner": "async_runner",
+    "Attention": "models.base",
     "DecodeGraphs": "graphs",
     "DecodeModel": "models.base",
     "Engine": "engine",
     "EngineStatistics": "engine",
     "ModelShape": "models.base",
+    "QkNorm": "models.base",
     "RankInfo": "ranks",
     "RequestOutput": "requests",
     "RuntimeConfig": "config",
     "SamplingParams": "sampling",
     "ShapeHints": "hints",
     "StagingRing": "staging",
+    "TextStream": "requests",
+    "Tokenizer": "root_loop",
     "TpGroup": "group",
     "TpRuntimeError": "errors",
     "broadcast_tensors": "hints",
@@ -46,17 +51,21 @@ _HOMES = {
 
 __all__ = [
     "AsyncRunner",
+    "Attention",
     "DecodeGraphs",
     "DecodeModel",
     "Engine",
     "EngineStatistics",
     "ModelShape",
+    "QkNorm",
     "RankInfo",
     "RequestOutput",
     "RuntimeConfig",
     "SamplingParams",
     "ShapeHints",
     "StagingRing",
+    "TextStream",
+    "Tokenizer",
     "TpGroup",
     "TpRuntimeError",
     "broadcast_tensors",

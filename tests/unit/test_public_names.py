@@ -10,9 +10,9 @@ import tp_runtime
 
 NAMES = {
     "tp_runtime": """
-        AsyncRunner DecodeGraphs DecodeModel Engine EngineStatistics ModelShape RankInfo
-        RequestOutput RuntimeConfig SamplingParams ShapeHints StagingRing TpGroup TpRuntimeError
-        broadcast_tensors
+        AsyncRunner Attention DecodeGraphs DecodeModel Engine EngineStatistics ModelShape QkNorm
+        RankInfo RequestOutput RuntimeConfig SamplingParams ShapeHints StagingRing TextStream
+        Tokenizer TpGroup TpRuntimeError broadcast_tensors
     """,
     "tp_runtime.broadcast": """
         BroadcastError BroadcasterConfig BroadcasterStatistics ChannelClosed CpuTpBroadcaster
