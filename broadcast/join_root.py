@@ -212,8 +212,10 @@ class _Join:
             pass
         except ProtocolError as error:
             reason = f"sent bytes that the protocol does not allow ({error})"
+        missing = self._missing()
+        others = f", when ranks {missing} had not joined" if missing else ""
         raise PeerLost(
-            f"rank 0: rank {rank} (pid {link.pid}) {reason}; start the run again",
+            f"rank 0: rank {rank} (pid {link.pid}) {reason}{others}; start the run again",
             rank=rank,
             reason=reason,
         )
@@ -238,8 +240,11 @@ class _Join:
             if own >= 0:
                 os.close(own)
 
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(1, self._identity.world_size) if rank not in self.links]
+
     def _too_late(self, deadline: Deadline) -> DeadlineExceeded:
-        missing = [r for r in range(1, self._identity.world_size) if r not in self.links]
+        missing = self._missing()
         refused = f"; refused meanwhile: {'; '.join(self._refusals[-5:])}" if self._refusals else ""
         return DeadlineExceeded(
             f"rank 0: ranks {missing} did not join at {self._path} within "

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
             request_id: str | None = None,
         ) -> str: ...
         def step(self) -> Iterable[RequestOutput]: ...
-        def serve_peer(self) -> None: ...
+        def step_peer(self) -> bool: ...
         def close(self, reason: str | None = None) -> None: ...
 
     MakeEngine = Callable[[RuntimeConfig], DecodeEngine]
@@ -166,7 +166,10 @@ def _serve(
     engine.start()
     # rank 0 gets the signal too, and ends all ranks between two steps
     interrupts.defer()
-    engine.serve_peer()
+    while engine.step_peer():
+        if interrupts.alone:
+            engine.close("interrupted")
+            raise KeyboardInterrupt
     if args.verbose_ranks:
         say(peer_line(engine, info))
     interrupts.raise_if_noted()

@@ -2,8 +2,9 @@
 
 While ranks decode, an exception thrown into the middle of a collective would leave the others in
 it. So the handler only notes the signal there: rank 0 sees it between two steps and stops everybody
-in good order, and the peers wait for that. Elsewhere (loading, selecting) it raises at once. A rank
-whose main thread is stuck in native code never runs a Python handler at all; for that case a second
+in good order. The peers wait for that; if the steps go on for a second, the signal was for that
+peer alone, and it tells the others. Elsewhere (loading, selecting) it raises at once. A rank whose
+main thread is stuck in native code never runs a Python handler at all; for that case a second
 thread, woken by the C-level handler, ends the process when the grace time is over.
 """
 
@@ -14,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from typing import TYPE_CHECKING
 
 from tp_runtime.launch.exits import INTERRUPTED, prefix
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
     from typing import Self
 
+ALONE_S = 1.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -36,6 +39,7 @@ class Interrupts:
         self._grace_s = grace_s
         self._deferring = False
         self._noted = False
+        self._noted_s = 0.0
         self._done = threading.Event()
         self._old_handlers: dict[int, object] = {}
         self._old_wakeup = -1
@@ -47,6 +51,11 @@ class Interrupts:
     def noted(self) -> bool:
         """A signal came."""
         return self._noted
+
+    @property
+    def alone(self) -> bool:
+        """A signal came so long ago that this rank alone must have got it: rank 0 goes on."""
+        return self._noted and time.monotonic() - self._noted_s > ALONE_S
 
     @property
     def deferred(self) -> bool:
@@ -85,7 +94,7 @@ class Interrupts:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         again = self._noted
-        self._noted = True
+        self._noted, self._noted_s = True, self._noted_s or time.monotonic()
         if again or not self._deferring:
             raise KeyboardInterrupt
 

@@ -185,7 +185,7 @@ class Connection:
                 self._wait_for_news(channel)
                 error = channel.failure or error
             if channel.failure is None:
-                channel.abort(f"{type(error).__name__}: {error}")
+                channel.abort(": ".join(filter(None, (type(error).__name__, str(error)))))
         self.failure = error
         return error
 

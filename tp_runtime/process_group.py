@@ -276,9 +276,9 @@ def make_gloo(store: Store, info: RankInfo, *, timeout_s: float) -> Collectives:
     """
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack the options
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname="127.0.0.1")]
     options._timeout = timedelta(seconds=timeout_s)
     try:
+        options._devices = [gloo.create_device(hostname="127.0.0.1")]
         return cast(
             "Collectives",
             gloo(PrefixStore("gloo", store), info.tp_rank, info.tp_size, options),

@@ -59,6 +59,7 @@ class FakeEngine:
     plan_digest: str | None = "aa" * 16
     plan_source: str = "cached"
     capture_digest: str | None = "bb" * 16
+    peer_steps = 0  # that rank 0 still makes
 
     def __init__(self, config: RuntimeConfig, *, tokenizer: Letters | None, limit: int) -> None:
         self.config = config
@@ -122,9 +123,11 @@ class FakeEngine:
             for r in (0, 1)
         ]
 
-    def serve_peer(self) -> None:
-        self.calls.append("serve_peer")
+    def step_peer(self) -> bool:
+        self.calls.append("step_peer")
         self.on_step()
+        self.peer_steps -= 1
+        return self.peer_steps >= 0
 
     def close(self, reason: str | None = None) -> None:
         self.calls.append("close" if reason is None else f"close: {reason}")
@@ -351,7 +354,7 @@ def test_a_peer_serves_and_says_nothing(
     as_rank(1, 2)
     assert run("--prompt", "a") == 0
     assert run.engine is not None
-    assert run.engine.calls == ["start", "serve_peer", "close"]
+    assert run.engine.calls == ["start", "step_peer", "close"]
     assert capsys.readouterr() == ("", "")
     run("--prompt", "a", "--verbose-ranks")
     assert capsys.readouterr().out.startswith("rank 1: plan aaaa")
@@ -401,6 +404,25 @@ def test_a_peer_waits_for_rank_0_when_it_gets_a_signal(
     with pytest.raises(KeyboardInterrupt):
         run("--prompt", "abc")
     assert served == [True]
+
+
+def test_a_peer_that_alone_gets_a_signal_ends_and_says_why(
+    run: Run, as_rank: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_rank(1, 2)
+    monkeypatch.setattr("tp_runtime.launch.interrupts.ALONE_S", 0.0)
+    monkeypatch.setattr(FakeEngine, "peer_steps", 10)  # rank 0 goes on
+    signals = iter([signal.SIGINT])
+
+    def serve() -> None:
+        for number in signals:
+            signal.raise_signal(number)
+
+    run.on_step = serve
+    with pytest.raises(KeyboardInterrupt):
+        run("--prompt", "abc")
+    assert run.engine is not None
+    assert run.engine.calls == ["start", "step_peer", "close: interrupted", "close"]
 
 
 def test_a_lost_peer_closes_the_engine_and_goes_on_up(run: Run) -> None:
