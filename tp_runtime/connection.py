@@ -161,13 +161,17 @@ class Connection:
 
     # ---- failure -----------------------------------------------------------------------------
 
-    @contextmanager
-    def terminal(self) -> Iterator[None]:
-        """What fails in here ends every rank, for good, with one cause."""
+    def raise_if_ended(self) -> None:
+        """Raises what ended this rank, or TpRuntimeError if it has been closed."""
         if self.failure is not None:
             raise self.failure
         if self.closed:
             raise TpRuntimeError("the engine has been closed")
+
+    @contextmanager
+    def terminal(self) -> Iterator[None]:
+        """What fails in here ends every rank, for good, with one cause."""
+        self.raise_if_ended()
         try:
             yield
         except BaseException as error:

@@ -441,8 +441,5 @@ class Engine:
         if self._root is None:
             _, group = self._started()
             raise TpRuntimeError(f"rank {group.rank} has no requests: call serve_peer() on it")
-        if self._connection.failure is not None:
-            raise self._connection.failure
-        if self._connection.closed:
-            raise TpRuntimeError("the engine has been closed")
+        self._connection.raise_if_ended()
         return self._root

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -241,23 +242,14 @@ class Harvest:
                 have theirs.
         """
         failed: dict[str, Exception] = {}
-        for request, token in zip(snapshot.sampled, tokens, strict=True):
-            stream = request.output
-            if stream.finish_reason is not None:
-                continue
-            try:
-                output = stream.push(token) if token >= 0 else self._without_token(snapshot, stream)
-            except Exception as error:  # noqa: BLE001 - a text stream may be anybody's code
-                output = stream.abort(f"step {snapshot.step}: {error!r}")
-                failed[request.request_id] = error
-            self._emit(snapshot.step, request, output)
-        for request in snapshot.aborted:
+        aborted = ((request, None) for request in snapshot.aborted)
+        for request, token in chain(zip(snapshot.sampled, tokens, strict=True), aborted):
             stream = request.output
             if stream.finished:
                 continue
             try:
-                output = stream.abort()
-            except Exception as error:  # noqa: BLE001 - as above
+                output = self._next_output(snapshot, stream, token)
+            except Exception as error:  # noqa: BLE001 - a text stream may be anybody's code
                 output = stream.abort(f"step {snapshot.step}: {error!r}")
                 failed[request.request_id] = error
             self._emit(snapshot.step, request, output)
@@ -268,8 +260,13 @@ class Harvest:
             )
 
     @staticmethod
-    def _without_token(snapshot: Snapshot, stream: OutputStream) -> RequestOutput:
-        return stream.abort(f"step {snapshot.step}: no token, the logits hold a NaN")
+    def _next_output(snapshot: Snapshot, stream: OutputStream, token: int | None) -> RequestOutput:
+        """token: None for a request that is to be aborted."""
+        if token is None:
+            return stream.abort()
+        if token < 0:
+            return stream.abort(f"step {snapshot.step}: no token, the logits hold a NaN")
+        return stream.push(token)
 
     def fail(self, snapshot: Snapshot, error: Exception) -> list[str]:
         """End every request of a step whose tokens could not be delivered; gives their ids."""

@@ -66,7 +66,6 @@ class FailureWatcher:
         self._start_timeout_s = start_timeout_s
         self._started = False
         self._stopped = threading.Event()
-        self._pid = os.getpid()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._watch, name="tp-failure-watcher", daemon=True)
         self._thread.start()
@@ -85,7 +84,7 @@ class FailureWatcher:
 
     def close(self) -> None:
         """Stop watching; idempotent. To be called before the channel is closed."""
-        if self._stopped.is_set() or os.getpid() != self._pid:  # a forked child has no such thread
+        if self._stopped.is_set():
             return
         self._stopped.set()
         os.write(self._wake_write, b"x")
