@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from tp_runtime.step_plan import StepPlan
 
 
+_WRITTEN_BLOCKS = 4
+"""So many block entries of a step go to the device as arguments of a launch each: an upload, with
+its copy, its event and the kernel that spreads it, takes the host longer than these launches."""
+
+
 class DeviceState:
     """Per-slot tensors of one rank; the last slot is the dummy that padded rows use.
 
@@ -135,6 +140,15 @@ class DeviceState:
         self._host_mode[slots] = [mode_of(s) for s in sampling]
 
     def _apply_blocks(self, plan: StepPlan) -> None:
+        if len(plan.blocks) <= _WRITTEN_BLOCKS:
+            pages, width = self._pages_per_block, self.block_table.shape[1]
+            for slot, position, block in plan.blocks:
+                entries = self._flat_table.narrow(0, slot * width + position * pages, pages)
+                torch.arange(block * pages, (block + 1) * pages, out=entries)
+        else:
+            self._upload_blocks(plan)
+
+    def _upload_blocks(self, plan: StepPlan) -> None:
         entries = np.array(plan.blocks, dtype=np.int64)
         first = entries[:, 0] * self.block_table.shape[1] + entries[:, 1] * self._pages_per_block
         where = first[:, None] + self._page_offsets

@@ -25,17 +25,27 @@ class DeviceTimes:
     """Marks the beginning and the end of steps; on a GPU by events, which cost it about 1 us each.
 
     On a CPU the calling thread does the work, and its clock is read instead.
+
+    Args:
+        steps: that will be marked; the events of more than these are made in the steps themselves.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, steps: int = 0) -> None:
         self._cuda = device.type == "cuda"
+        self._unused: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._clock: list[tuple[float, float]] = []
         self._began_s = 0.0
+        if self._cuda:
+            for _ in range(steps):
+                pair = (event_with_time(), event_with_time())
+                for event in pair:
+                    event.record()  # the driver makes it with its first use
+                self._unused.append(pair)
 
     def begin(self) -> None:
         if self._cuda:
-            pair = (event_with_time(), event_with_time())
+            pair = self._unused.pop() if self._unused else (event_with_time(), event_with_time())
             pair[0].record()
             self._events.append(pair)
         else:

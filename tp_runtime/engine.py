@@ -225,10 +225,14 @@ class Engine:
         """
         self._root_loop().sync(self._connection.terminal)
 
-    def time_device(self) -> DeviceTimes:
-        """Mark from here on when the device works and when it idles, on this rank."""
+    def time_device(self, *, steps: int = 0) -> DeviceTimes:
+        """Mark from here on when the device works and when it idles, on this rank.
+
+        Args:
+            steps: for so many all is made ready now, so that the host's times stay what they are.
+        """
         runtime, group = self._started()
-        times = DeviceTimes(group.device)
+        times = DeviceTimes(group.device, steps=steps)
         runtime.runner.time_device(times)
         return times
 

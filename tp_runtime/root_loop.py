@@ -87,6 +87,7 @@ class RootLoop:
         self._tokenizer = tokenizer
         self._times = times
         self._in_flight = config.async_decode
+        self._captures = device.type == "cuda"
         self._ring = StagingRing(
             STEPS_IN_FLIGHT + 1, shape=(runtime.sizes.slots,), dtype=torch.int64, device=device
         )
@@ -113,8 +114,9 @@ class RootLoop:
             for variant in range(len(plan.variants(bucket)))
         }
         self._ran: Ran | None = None
-        # last, as nobody ends its thread where one of the others fails
-        self._async = AsyncRunner(device=device, name="tp-harvest")
+        # last, as nobody ends its thread where one of the others fails; no work of the harvest is
+        # enqueued on a device
+        self._async = AsyncRunner(device=torch.device("cpu"), name="tp-harvest")
         self._undelivered: deque[HarvestError] = deque()
         self._abandoned: deque[str] = deque()
         self._unwanted: set[str] = set()
@@ -221,11 +223,16 @@ class RootLoop:
                 next_s = self._cadence.expected_s(plan.kind)
                 self._channel.publish(self._encoder.encode(plan), next_s=next_s)
                 self._cadence.count(time.monotonic(), plan.kind)
-            # only now: the worker shares the interpreter with this thread, and while it plans and
-            # publishes every peer waits for it, but while the model runs the interpreter is idle
-            self._start_harvest()
+            # Only now: the worker shares the interpreter with this thread, and while it plans and
+            # publishes every peer waits for it. While a model runs on a CPU, or is enqueued kernel
+            # by kernel, there is time for the worker; a replay it would only hold up.
+            replays = self._captures and plan.bucket is not None
+            if not replays:
+                self._start_harvest()
             tokens = self._runtime.runner.run(plan)
             lease = None if tokens is None else self._ring.stage(tokens)
+            if replays:
+                self._start_harvest()
             self._ran = Ran(snapshot=snapshot, lease=lease)
             if not self._in_flight or plan.kind is StepKind.IDLE:
                 self._harvest_all()

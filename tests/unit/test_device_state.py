@@ -36,6 +36,18 @@ def test_blocks_are_expanded_to_kernel_pages() -> None:
     ]
 
 
+def test_many_blocks_of_a_step_arrive_as_few_do() -> None:
+    blocks = tuple(
+        (slot, position, 3 * slot + position + 1) for slot in (0, 2, 3) for position in range(3)
+    )
+    few, many = state(), state()
+    for step, block in enumerate(blocks):
+        few.apply(StepPlan(step=step, kind=StepKind.IDLE, blocks=(block,)))
+    many.apply(StepPlan(step=0, kind=StepKind.IDLE, blocks=blocks))
+    assert many.block_table.tolist() == few.block_table.tolist()
+    assert many.block_table[2].tolist() == [14, 15, 16, 17, 18, 19]
+
+
 def test_a_new_request_finds_nothing_of_the_one_before() -> None:
     s = state()
     s.apply(

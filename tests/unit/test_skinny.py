@@ -18,7 +18,7 @@ from tp_runtime.ops.skinny import (
     skinny_norm_linear,
 )
 from tp_runtime.ops.skinny_config import candidates, refusal
-from tp_runtime.ops.skinny_measure import SkinnySample, best
+from tp_runtime.ops.skinny_measure import SkinnySample, SkinnyShape, best
 
 DOT = SkinnyConfig(kernel="dot", block_n=64, block_k=128)
 FMA = SkinnyConfig(kernel="fma", block_n=8, block_k=512)
@@ -114,3 +114,18 @@ def test_the_best_is_torch_unless_a_kernel_is_clearly_faster() -> None:
 def test_triton_is_not_imported_before_a_kernel_runs() -> None:
     code = "import sys, tp_runtime.ops.skinny_measure; assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("n", "k"), [(32, 16), (96, 64), (960, 576), (3072, 4096), (28672, 4096), (128256, 4096)]
+)
+@pytest.mark.parametrize("op", SkinnyOp)
+def test_a_timing_is_short_for_every_size_of_weight(n: int, k: int, op: SkinnyOp) -> None:
+    shape = SkinnyShape(op=op, rows=1, n=n, k=k)
+    copies, launches = shape.repetition
+    assert launches % copies == 0
+    assert 2 <= copies <= launches <= 512
+    read_us = launches * shape.weight_bytes / 4e6
+    assert 500 < max(read_us, launches * 2.0) < 3000  # a launch takes 2 us or more
+    if shape.weight_bytes > 1 << 20:
+        assert copies * shape.weight_bytes > 100 << 20  # more than L2 holds

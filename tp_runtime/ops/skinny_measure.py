@@ -33,6 +33,7 @@ TOLERANCE: Final = {torch.bfloat16: 8e-3, torch.float16: 2e-3, torch.float32: 1e
 _EPS = 1e-5
 _CACHE_BYTES = 3 * (60 << 20)  # copies of a weight that L2 cannot hold
 _REPLAY_BYTES = 4 << 30  # read per timing: about a millisecond
+_MOST_LAUNCHES = 512  # per timing: of a small weight also about a millisecond
 _NOT_FOR_THIS_DEVICE = ("OutOfResources", "PTXASError")  # of Triton: too large a configuration
 
 
@@ -54,6 +55,17 @@ class SkinnyShape:
     @property
     def weight_bytes(self) -> int:
         return self.op.stacked * self.n * self.k * self.dtype.itemsize
+
+    @property
+    def repetition(self) -> tuple[int, int]:
+        """(copies of the weight, launches of a timing): each copy is used equally often.
+
+        The copies of a very small weight are fewer than fill L2: what a launch costs is then not
+        its reading.
+        """
+        copies = min(max(2, -(-_CACHE_BYTES // self.weight_bytes)), _MOST_LAUNCHES)
+        rounds = min(-(-_REPLAY_BYTES // (copies * self.weight_bytes)), _MOST_LAUNCHES // copies)
+        return copies, copies * max(1, rounds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,9 +166,8 @@ def measure(
         configs = [None, *candidates(shape.op, rows=shape.rows, n=shape.n, k=shape.k)]
     inputs = SkinnyInputs.random(shape, device, seed=seed)
     reference = inputs.reference()
-    count = max(2, -(-_CACHE_BYTES // shape.weight_bytes))
-    weights = [inputs.weight, *(inputs.weight.clone() for _ in range(count - 1))]
-    launches = count * max(1, -(-_REPLAY_BYTES // (count * shape.weight_bytes)))
+    copies, launches = shape.repetition
+    weights = [inputs.weight, *(inputs.weight.clone() for _ in range(copies - 1))]
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     graphs: dict[int, torch.cuda.CUDAGraph] = {}
