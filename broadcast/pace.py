@@ -22,6 +22,7 @@ _MOST_SHARE = 0.2
 # varies, is learned.
 _TIMER_LATE_S = 80e-6
 _TIMER_VARIES_S = 40e-6
+_MISSES_TO_DISTRUST = 2
 # An announced message further away than this is waited for in the kernel.
 _LONGEST_PREDICTION_S = 1.0
 _SELECT_LIMIT = 1024
@@ -40,7 +41,7 @@ class Pace:
         "_expected_s",
         "_interval_s",
         "_late_s",
-        "_trusted",
+        "_missed",
         "_varies_s",
         "mode",
     )
@@ -52,7 +53,7 @@ class Pace:
         self._error_s = 0.0
         self._late_s = _TIMER_LATE_S
         self._varies_s = _TIMER_VARIES_S
-        self._trusted = True
+        self._missed = 0
 
     @property
     def _margin_s(self) -> float:
@@ -68,7 +69,7 @@ class Pace:
             return 0.0, now_s + min(max(wanted_s, _LEAST_SPIN_S), _MOST_SPIN_S)
         expected_s = self._expected_s
         if (
-            not self._trusted
+            self._missed >= _MISSES_TO_DISTRUST
             or not 0.0 < expected_s - now_s + _MOST_MARGIN_S < _LONGEST_PREDICTION_S
         ):
             return 0.0, 0.0
@@ -86,8 +87,10 @@ class Pace:
         """Learn from a message: how far off its announcement was, and what it announces."""
         if self._expected_s:
             error_s, margin_s = abs(sent_s - self._expected_s), self._margin_s
-            # A spin that missed was pure cost; the next one waits for a prediction that holds.
-            self._trusted = error_s <= margin_s
+            # A spin that missed was pure cost. One alone is a pause of the sender, and to sleep
+            # through the next message because of it would be another late one; after two the next
+            # spin waits for a prediction that holds.
+            self._missed = self._missed + 1 if error_s > margin_s else 0
             # One pause of the sender must not make all later spins long: the margin grows stepwise.
             self._error_s += 0.2 * (min(error_s, 2 * margin_s) - self._error_s)
         self._expected_s = sent_s + interval_s if interval_s > 0 else 0.0
