@@ -16,7 +16,12 @@ import torch
 
 from tp_runtime.ops.peer_reduce import WORKSPACE_MARK, PeerReduce, workspace_bytes
 from tp_runtime.peer_memory import PeerMemory
-from tp_runtime.process_group import start_all_gather, start_all_reduce, start_broadcast
+from tp_runtime.process_group import (
+    in_place,
+    start_all_gather,
+    start_all_reduce,
+    start_broadcast,
+)
 from tp_runtime.reduce_plan import NO_PEER_REDUCE, ReducePlan
 
 if TYPE_CHECKING:
@@ -143,9 +148,7 @@ class DeviceCollectives:
             self.count += 1
             self.peer_count += 1
             return peer.all_reduce(t, program_bytes=program_bytes)
-        dense = t.contiguous()
-        self._start(lambda: start_all_reduce(self._nccl, dense))
-        return t if dense is t else t.copy_(dense)
+        return in_place(t, lambda dense: self._start(lambda: start_all_reduce(self._nccl, dense)))
 
     def all_reduce_norm(
         self, t: torch.Tensor, weight: torch.Tensor, eps: float
@@ -169,9 +172,7 @@ class DeviceCollectives:
         return out
 
     def broadcast(self, t: torch.Tensor) -> torch.Tensor:
-        dense = t.contiguous()
-        self._start(lambda: start_broadcast(self._nccl, dense))
-        return t if dense is t else t.copy_(dense)
+        return in_place(t, lambda dense: self._start(lambda: start_broadcast(self._nccl, dense)))
 
     def _start(self, start: Callable[[], dist.Work | None]) -> None:
         self.count += 1

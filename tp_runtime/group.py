@@ -22,6 +22,7 @@ import torch
 from tp_runtime.cpu_threads import cpu_threads_per_rank, requested_threads
 from tp_runtime.device_collectives import DeviceCollectives
 from tp_runtime.errors import ChannelClosed, DeadlineExceeded, PeerLost, TpGroupError
+from tp_runtime.host_collectives import HostCollectives
 from tp_runtime.liveness import PeerWatch, watch_peers
 from tp_runtime.process_group import (
     await_ranks,
@@ -29,9 +30,6 @@ from tp_runtime.process_group import (
     make_gloo,
     make_nccl,
     set_nccl_defaults,
-    start_all_gather,
-    start_all_reduce,
-    start_broadcast,
 )
 from tp_runtime.reduce_plan import NO_PEER_REDUCE, ReducePlan
 from tp_runtime.shared_reduce import REDUCED_DTYPES, SharedReduce, SharedReduceStatistics
@@ -50,8 +48,7 @@ log = logging.getLogger(__name__)
 __all__ = ["GroupStatistics", "TpGroup", "cpu_threads_per_rank"]
 
 
-_POLLS_BEFORE_SLEEP = 200
-_POLL_S = 0.0001
+_DEATH_POLL_S = 0.0001
 _DEATH_SHOWS_S = 0.2  # from the reset of a dead peer's socket to the end of its process
 
 
@@ -105,15 +102,23 @@ class TpGroup:
         self.size = size
         self.device = device
         self._timeout_s = timeout_s
-        self._cpu = cpu
-        self._owned = owned
         self._failure: Exception | None = None
         self._lock = threading.Lock()
         self._closed = False
-        self._gloo_count = 0
         self._watch: PeerWatch | None = None
         self._shared: SharedReduce | None = None
+        self._on_host: HostCollectives | None = None
         self._on_device: DeviceCollectives | None = None
+        if cpu is not None:
+            self._on_host = HostCollectives(
+                cpu,
+                rank=rank,
+                timeout_s=timeout_s,
+                owned=owned,
+                failure=lambda: self._failure,
+                explained=self._explained,
+                fail=self.fail,
+            )
         if accelerator is not None:
             self._on_device = DeviceCollectives(
                 accelerator, rank=rank, device=device, owned=owned, explained=self._explained
@@ -244,9 +249,7 @@ class TpGroup:
             return t
         if t.device.type != "cpu":
             return self._on_device_of(t).all_reduce(t)
-        dense = t.contiguous()
-        self._run_gloo(lambda pg: start_all_reduce(pg, dense))
-        return t if dense is t else t.copy_(dense)
+        return self._on_host_of(t).all_reduce(t)
 
     def all_reduce_norm(
         self, t: torch.Tensor, weight: torch.Tensor, eps: float
@@ -286,9 +289,7 @@ class TpGroup:
             return self._on_device_of(t).all_gather(t, out)
         if self._shared is not None:
             return self._shared.all_gather(t, out)
-        dense = t.contiguous().view(-1)
-        self._run_gloo(lambda pg: start_all_gather(pg, out.view(-1), dense))
-        return out
+        return self._on_host_of(t).all_gather(t, out)
 
     def broadcast(self, t: torch.Tensor) -> torch.Tensor:
         """Copies ``t`` of TP rank 0 into that of the others, in place, and returns it.
@@ -302,9 +303,7 @@ class TpGroup:
             return self._on_device_of(t).broadcast(t)
         if self._shared is not None:
             return self._shared.broadcast(t)
-        dense = t.contiguous()
-        self._run_gloo(lambda pg: start_broadcast(pg, dense))
-        return t if dense is t else t.copy_(dense)
+        return self._on_host_of(t).broadcast(t)
 
     def barrier(self) -> None:
         """Returns when all ranks have called it. Work on their devices may still be under way.
@@ -351,6 +350,8 @@ class TpGroup:
         self._timeout_s = timeout_s
         if self._shared is not None:
             self._shared.set_timeout(timeout_s)
+        if self._on_host is not None:
+            self._on_host.set_timeout(timeout_s)
         if self._on_device is not None:
             self._on_device.set_timeout(timeout_s)
 
@@ -436,7 +437,7 @@ class TpGroup:
         return GroupStatistics(
             device=0 if self._on_device is None else self._on_device.count,
             peer=0 if self._on_device is None else self._on_device.peer_count,
-            gloo=self._gloo_count,
+            gloo=0 if self._on_host is None else self._on_host.count,
             shared=None if self._shared is None else self._shared.statistics(),
         )
 
@@ -457,16 +458,15 @@ class TpGroup:
             self._watch.close()
         if self._on_device is not None:
             self._on_device.close()
-        if self._owned and self._cpu is not None:
-            self._cpu.shutdown()
-        self._cpu = None
+        if self._on_host is not None:
+            self._on_host.close()
 
     def _abandon(self) -> None:
         """In a forked child, to which nothing of it belongs, neither threads nor shared memory."""
-        ends = (self._cpu, self._shared, self._on_device, self._watch)
+        ends = (self._on_host, self._shared, self._on_device, self._watch)
         for end in ends:  # nor may their memory be collected: gloo's end waits for its threads
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(end))
-        self._cpu = self._shared = self._on_device = self._watch = None
+        self._on_host = self._shared = self._on_device = self._watch = None
         self._lock = threading.Lock()
         self._closed = True
         self._failure = TpGroupError(
@@ -491,47 +491,16 @@ class TpGroup:
             )
         return self._on_device
 
-    def _run_gloo(self, start: Callable[[Collectives], dist.Work | None]) -> None:
-        """Starts a collective of CPU tensors and waits for it in bounds."""
+    def _on_host_of(self, t: torch.Tensor) -> HostCollectives:
+        """The collectives of CPU tensors. Raises: the group failed, or has no such ones."""
         if self._failure is not None:
             raise self._failure
-        if self._cpu is None:
+        if self._on_host is None:
             raise TpGroupError(
-                f"TP rank {self.rank}: got a CPU tensor, but the process group serves "
+                f"TP rank {self.rank}: got a tensor on {t.device}, but the process group serves "
                 f"{self.device.type} only"
             )
-        self._gloo_count += 1
-        try:
-            work = start(self._cpu)
-            if work is not None:
-                self._wait(work)
-        except RuntimeError as error:
-            cause = self._explained(error)
-            if cause is error:
-                raise
-            raise cause from error
-
-    def _wait(self, work: dist.Work) -> None:
-        """Polls, so that a failure from another thread and a dead peer end the wait."""
-        started = time.monotonic()
-        polls = 0
-        while not work.is_completed():
-            polls += 1
-            if polls < _POLLS_BEFORE_SLEEP:
-                os.sched_yield()
-                continue
-            time.sleep(_POLL_S)
-            if self._failure is not None:
-                raise self._failure
-            waited = time.monotonic() - started
-            if waited > self._timeout_s:
-                late = DeadlineExceeded(
-                    f"TP rank {self.rank} waited {waited:.1f} s in collective {self._gloo_count}: "
-                    f"is a rank stopped, or do the ranks run different steps?"
-                )
-                self.fail(late)
-                raise late
-        work.wait()
+        return self._on_host
 
     def _explained(self, error: RuntimeError) -> Exception:
         """What a failed transport means: what ended it, or a peer that ended."""
@@ -541,7 +510,7 @@ class TpGroup:
         dead = None
         while self._watch is not None and dead is None and time.monotonic() < deadline:
             dead = self._watch.dead()
-            time.sleep(_POLL_S)
+            time.sleep(_DEATH_POLL_S)
         first = str(error).strip().partition("\n")[0]
         if dead is None:
             cause: Exception = TpGroupError(
@@ -561,7 +530,7 @@ class TpGroup:
         self, collective: Callable[[torch.Tensor], torch.Tensor], t: torch.Tensor
     ) -> torch.Tensor:
         """Runs a collective on a CPU tensor, through the device if the group serves only that."""
-        if self._cpu is not None or self._shared is not None:
+        if self._on_host is not None or self._shared is not None:
             return collective(t)
         return collective(t.to(self.device)).cpu()
 

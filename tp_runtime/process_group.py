@@ -13,9 +13,9 @@ import socket
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from queue import Empty, Queue
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, Store, TCPStore
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Collectives",
     "connect_store",
+    "in_place",
     "make_gloo",
     "make_nccl",
     "set_nccl_defaults",
@@ -41,8 +42,11 @@ __all__ = [
 ]
 
 
+Result = TypeVar("Result")
+
 _ARRIVAL_POLL_S = 0.005
 _STORE_GRACE_S = 1.0
+_LEAVE_S = 1.0  # for a thread to come out of torch: the end of the process would abort in there
 _PROBE_S = 1.0
 _PROBE_PAUSE_S = 0.02
 
@@ -88,6 +92,13 @@ def start_all_gather(pg: Collectives, out: torch.Tensor, t: torch.Tensor) -> dis
 def start_broadcast(pg: Collectives, t: torch.Tensor) -> dist.Work | None:
     """t of rank 0 into that of the others; it is contiguous."""
     return pg.broadcast([t], _BROADCAST)
+
+
+def in_place(t: torch.Tensor, run: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """t after `run` has changed it, through a copy where t is not contiguous."""
+    dense = t.contiguous()
+    run(dense)
+    return t if dense is t else t.copy_(dense)
 
 
 _served: dict[tuple[str, int], Store] = {}
@@ -152,36 +163,60 @@ def _open_store(
     """
     if not listen:
         _await_listener(place, timeout_s=timeout_s, failure=failure)
-    outcome: Queue[Store | Exception] = Queue()
 
-    def connect() -> None:
-        try:
-            outcome.put(
-                TCPStore(
-                    *place,
-                    is_master=listen,
-                    timeout=timedelta(seconds=timeout_s),
-                    wait_for_workers=False,
-                    multi_tenant=True,
-                )
-            )
-        except (RuntimeError, ValueError) as error:
-            outcome.put(error)
+    def connect(_over: threading.Event) -> Store:
+        return TCPStore(
+            *place,
+            is_master=listen,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
 
-    # A daemon: where nothing ever answers, it must not keep the process from ending.
-    threading.Thread(target=connect, name="tp_runtime-store", daemon=True).start()
-    # The store's own deadline comes first where it works, and says more.
-    deadline = time.monotonic() + timeout_s + _STORE_GRACE_S
-    while time.monotonic() < deadline:
+    try:
+        # the store's own deadline comes first where it works, and says more
+        return _in_thread(connect, timeout_s=timeout_s + _STORE_GRACE_S, failure=failure)
+    except TimeoutError as error:
+        raise RuntimeError(f"no answer within {timeout_s:g} s") from error
+
+
+def _in_thread(
+    work: Callable[[threading.Event], Result],
+    *,
+    timeout_s: float,
+    failure: Callable[[], Exception | None] | None,
+) -> Result:
+    """What `work` returns, from a thread, since the store answers without a deadline.
+
+    Args:
+        work: is given an event that is set when nobody waits for it any more.
+
+    Raises:
+        TimeoutError: it has not returned in time. Its thread is left behind.
+        Exception: what `work` raises, and what `failure` gives meanwhile.
+    """
+    outcome: Future[Result] = Future()
+    over = threading.Event()
+
+    def run() -> None:
         try:
-            result = outcome.get(timeout=_ARRIVAL_POLL_S)
-        except Empty:
+            outcome.set_result(work(over))
+        except Exception as error:  # noqa: BLE001 - raised by who waits
+            outcome.set_exception(error)
+
+    # a daemon: where nothing ever answers, it must not keep the process from ending
+    thread = threading.Thread(target=run, name="tp_runtime-store", daemon=True)
+    thread.start()
+    deadline = time.monotonic() + timeout_s
+    try:
+        while not wait([outcome], _ARRIVAL_POLL_S).done:
             _raise_failure(failure)
-            continue
-        if isinstance(result, Exception):
-            raise result
-        return result
-    raise RuntimeError(f"no answer within {timeout_s:g} s")
+            if time.monotonic() > deadline:
+                raise TimeoutError
+    finally:
+        over.set()
+        thread.join(_LEAVE_S)
+    return outcome.result()
 
 
 def _await_listener(
@@ -232,38 +267,22 @@ def await_ranks(
     """
     keys = [f"arrived/{rank}" for rank in range(info.tp_size)]
     missing = list(range(info.tp_size))
-    outcome: Queue[Exception | None] = Queue()
-    over = threading.Event()
-
-    def arrive() -> None:
-        try:
-            store.set(keys[info.tp_rank], "1")
-            while missing and not over.wait(_ARRIVAL_POLL_S):
-                missing[:] = [rank for rank in missing if not store.check([keys[rank]])]
-            outcome.put(None)
-        except RuntimeError as error:
-            outcome.put(error)
-
-    # in a thread: the store answers without a deadline, and its process may be stopped
-    thread = threading.Thread(target=arrive, name="tp_runtime-arrive", daemon=True)
-    thread.start()
     deadline = time.monotonic() + timeout_s
+
+    def arrive(over: threading.Event) -> None:
+        store.set(keys[info.tp_rank], "1")
+        while missing and time.monotonic() < deadline and not over.wait(_ARRIVAL_POLL_S):
+            missing[:] = [rank for rank in missing if not store.check([keys[rank]])]
+
     try:
-        while time.monotonic() < deadline:
-            try:
-                error = outcome.get(timeout=_ARRIVAL_POLL_S)
-            except Empty:
-                _raise_failure(failure)
-                continue
-            if error is not None:  # the process that listens is gone
-                raise TpGroupError(_not_formed(info, timeout_s, error)) from error
-            return
-    finally:
-        over.set()
-        thread.join(_STORE_GRACE_S)
-    silent = "the store does not answer: is global rank 0 stopped?"
-    late = silent if thread.is_alive() else f"TP ranks {missing} did not come"
-    raise TpGroupError(_not_formed(info, timeout_s, late))
+        _in_thread(arrive, timeout_s=timeout_s + _STORE_GRACE_S, failure=failure)
+    except TimeoutError as error:
+        silent = "the store does not answer: is global rank 0 stopped?"
+        raise TpGroupError(_not_formed(info, timeout_s, silent)) from error
+    except RuntimeError as error:  # the process that listens is gone
+        raise TpGroupError(_not_formed(info, timeout_s, error)) from error
+    if missing:
+        raise TpGroupError(_not_formed(info, timeout_s, f"TP ranks {missing} did not come"))
 
 
 def make_gloo(store: Store, info: RankInfo, *, timeout_s: float) -> Collectives:
