@@ -51,10 +51,12 @@ def test_a_wrong_flag_is_status_2_and_one_line() -> None:
     )
 
 
-def test_a_wrong_variable_is_told_by_every_rank() -> None:
+def test_a_wrong_variable_is_told_by_every_rank_that_torchrun_lets_speak() -> None:
     done = _run("decode", *PROMPT, ranks=2, env={"TP_RUNTIME_KV_BLOCK_SIZE": "abc"})
     assert done.returncode == 1
     lines = [line for line in done.stderr.splitlines() if line.startswith("tp-runtime: ")]
+    # torchrun interrupts a slower rank once the other has ended
+    lines = [line for line in lines if line != "tp-runtime: rank 0: interrupted"]
     assert lines
     for line in lines:
         assert line.endswith(
