@@ -69,7 +69,10 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
             raise exits.UsageError("flag --recorded: expected --png FILE with it")
         read_recorded(args.recorded).save(Path(args.png))
         return exits.OK
-    resolved = RuntimeConfig.resolve(args)
+    # off is for engines: who asks for a selection gets one; a saved plan it may be about to replace
+    resolved = RuntimeConfig.resolve(args).changed(
+        "select", enable_dynamic_decode_backend=True, decode_plan=None
+    )
     config = resolved.config
     if config.model is None:
         raise ConfigError("no model: expected --model smollm2, a path, or random:<named config>")
@@ -91,8 +94,6 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
         _save(selected.decision.plan, Path(args.save))
     if args.png is not None:
         heat_map_of(selected).save(Path(args.png))
-    # off is for engines: who asks for a selection gets one
-    resolved = resolved.changed("select", enable_dynamic_decode_backend=True)
     target.write({**as_document(selected), **provenance(resolved)})
     if not target.on_stdout:
         say(as_text(selected))
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
 def measure_plan(
     config: RuntimeConfig, model: str, *, tp_size: int, time_limit_s: float, progress: Progress
 ) -> Selected:
-    """Measure what the settings leave, and decide as the engine does.
+    """Measure what the settings leave, and decide as the engine does with the selection on.
 
     Raises:
         ModelError: the model cannot be read, or not be divided over `tp_size` ranks.
@@ -112,8 +113,7 @@ def measure_plan(
 
     problem = problem_of(config, model, tp_size=tp_size)
     decision = decide(
-        # measure: a saved plan is what this may be about to replace
-        dataclasses.replace(config, enable_dynamic_decode_backend=True, decode_plan=None),
+        config,
         problem.shape,
         problem.device,
         buckets=problem.buckets,

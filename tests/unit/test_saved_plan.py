@@ -14,9 +14,9 @@ from tp_runtime import planning
 from tp_runtime.config import RuntimeConfig
 from tp_runtime.errors import ConfigError
 from tp_runtime.launch import select as select_verb
+from tp_runtime.launch.__main__ import main
 from tp_runtime.launch.plan import misfits
 from tp_runtime.launch.problem import problem_of
-from tp_runtime.launch.progress import Progress
 from tp_runtime.planning import Decision, decide
 from tp_runtime.selection import (
     PRIORITY_VERSION,
@@ -197,8 +197,6 @@ def test_select_measures_also_where_a_plan_is_set(
         raise Asked
 
     monkeypatch.setattr(select_verb, "decide", note)
-    config = RuntimeConfig(device="cpu", max_seq_len=128, decode_plan=str(file))
-    with Progress(enabled=False) as progress, pytest.raises(Asked):
-        select_verb.measure_plan(
-            config, "random:tiny", tp_size=1, time_limit_s=1.0, progress=progress
-        )
+    words = ["select", "--model", "random:tiny", "--device", "cpu", "--max-seq-len", "128"]
+    with pytest.raises(Asked):
+        main([*words, "--decode-plan", str(file)])
