@@ -260,13 +260,10 @@ class StepRunner:
             bucket=bucket,
             variant=plan.variant * SAMPLERS + batch.mode,
         )
-        able, reason = self._graphs.can_run(step)
-        if not able:
-            raise CaptureError(
-                f"rank {self._group.rank}: step {plan.step} replays bucket {bucket} variant "
-                f"{plan.variant}, but {reason}"
-            )
-        tokens: Tensor = self._graphs.replay(step)
+        try:
+            tokens: Tensor = self._graphs.replay(step)
+        except CaptureError as error:
+            raise CaptureError(f"rank {self._group.rank}: step {plan.step}: {error}") from error
         return tokens
 
     def _graph_step(self, inputs: dict[str, Tensor], bucket: int, variant: int) -> Tensor:
