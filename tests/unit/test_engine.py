@@ -67,11 +67,14 @@ def letters() -> Letters:
     return Letters()
 
 
-@pytest.fixture(params=[True, False], ids=["async", "sync"])
+@pytest.fixture(params=["async", "replays", "sync"])
 def engine(request: pytest.FixtureRequest, letters: Letters) -> Iterator[Engine]:
-    # the engine's own tokenizer is that of the model, which has none
-    with Engine(config(async_decode=request.param)) as engine:
-        engine._root_loop()._tokenizer = lambda: letters
+    """With two steps in flight, as on a CPU and in the order of a GPU with graphs, and with one."""
+    with Engine(config(async_decode=request.param != "sync")) as engine:
+        root = engine._root_loop()
+        # the engine's own tokenizer is that of the model, which has none
+        root._tokenizer = lambda: letters
+        root._captures = request.param == "replays"
         yield engine
 
 
