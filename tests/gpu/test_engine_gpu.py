@@ -55,6 +55,22 @@ def decode(device: str) -> dict[str, Any]:
         }
 
 
+def decode_on_the_second_gpu() -> bool:
+    """Whether that has made a context on the first one."""
+    import torch
+
+    from tp_runtime import Engine, RuntimeConfig, SamplingParams, TpGroup
+
+    device = torch.device("cuda", 1)
+    torch.cuda.set_device(device)
+    with TpGroup.single(device) as group:
+        config = RuntimeConfig(model="random:tiny", max_batch_size=2, kv_cache_tokens=1024)
+        with Engine(config, group=group) as engine:
+            tokens = list(engine.generate([[1, 2, 3]], SamplingParams(max_tokens=8)))
+    assert tokens
+    return bool(torch._C._cuda_hasPrimaryContext(0))  # type: ignore[attr-defined]
+
+
 def decode_until_a_fault(folder: str) -> None:
     from tp_runtime import Engine, RuntimeConfig, SamplingParams
     from tp_runtime.step_plan import StepKind
@@ -83,6 +99,14 @@ def decode_until_a_fault(folder: str) -> None:
 def test_a_fault_of_the_device_ends_a_single_rank(tmp_path: Path) -> None:
     run_ranks(decode_until_a_fault, 1, 100, args=(str(tmp_path),), expect_exit={0: -9})
     assert "CUDA" in (tmp_path / "told").read_text()
+
+
+def test_an_engine_takes_no_memory_of_another_gpu() -> None:
+    import torch
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    assert run_ranks(decode_on_the_second_gpu, 1, 100) == [False]
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
