@@ -122,10 +122,6 @@ class RootLoop:
         # last, as nobody ends its thread where one of the others fails; the harvest enqueues
         # nothing, so that the stream and event of a device would only cost time
         self._async = AsyncRunner(device=torch.device("cpu"), name="tp-harvest")
-        if self._captures:
-            # or the first question to an event would make a context on GPU 0, of half a GiB
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._async.launch(lambda: torch.cuda.set_device(index))
 
     @property
     def unfinished(self) -> int:

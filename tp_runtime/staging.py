@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -104,7 +105,10 @@ class StagingLease:
             TpRuntimeError: released already.
         """
         buffer = self._held()
-        self._ring._wait_for_copy(buffer, check)
+        device = self._ring.device
+        # on a thread that has used no GPU yet, asking the event would make a context on GPU 0
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self._ring._wait_for_copy(buffer, check)
         values: list[int] | list[float] = buffer.host[: self._rows].tolist()
         self.release()
         return values
