@@ -122,6 +122,12 @@ class AsyncRunner:
                 lease.hand_over()
             self._changed.notify_all()
 
+    @property
+    def idle(self) -> bool:
+        """Whether every task that was launched is done."""
+        with self._changed:
+            return self._task is None
+
     def sync(self, stream: torch.cuda.Stream | None = None) -> None:
         """Wait until the task is done; a no-op if none was launched.
 

@@ -250,8 +250,11 @@ class Engine:
 
         Request ids are the positions of the prompts, "0", "1", ... Texts are encoded as they are,
         without a chat template. Requests still running when the iterator is closed are aborted.
+        What a :meth:`step` of the host has returned meanwhile is not yielded again.
         """
         root = self._root_loop()
+        if isinstance(prompts, str | bytes):
+            raise RequestError(f"expected a list of prompts, got one {type(prompts).__name__}")
         each = [sampling] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(prompts):
             raise RequestError(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
@@ -263,12 +266,9 @@ class Engine:
         mine: set[str] = set()
         try:
             for name, tokens, params in zip(ids, encoded, each, strict=True):
-                mine.add(root.add_request(tokens, params, name))
+                root.add_request(tokens, params, name, holder=mine)
             while mine:
-                for output in root.step(self._connection.terminal, of=mine):
-                    if output.finished:
-                        mine.discard(output.request_id)
-                    yield output
+                yield from root.step(self._connection.terminal, of=mine)
         finally:
             if self._connection.failure is None and not self._connection.closed:
                 # a forgotten iterator ends wherever its memory is collected
@@ -283,11 +283,9 @@ class Engine:
             root.abort(request_id)
         while mine:
             try:
-                outputs = root.step(self._connection.terminal, of=mine)
+                root.step(self._connection.terminal, of=mine)
             except HarvestError as error:  # of these, whose end nobody waits for
                 log.warning("%s", error)
-                continue
-            mine.difference_update(output.request_id for output in outputs if output.finished)
 
     @property
     def unfinished(self) -> int:

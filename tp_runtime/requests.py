@@ -225,7 +225,8 @@ class Snapshot:
 class Harvest:
     """Turns the tokens of a step into outputs and finished marks. One thread at a time.
 
-    Both queues are read by the engine's thread; deque appends and pops are atomic.
+    The engine's thread takes the outputs when a step has been harvested, and finished marks at any
+    time; deque appends and pops are atomic.
     """
 
     def __init__(self) -> None:

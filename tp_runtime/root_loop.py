@@ -105,6 +105,8 @@ class RootLoop:
             wait_for_harvest=self._harvest_all,
         )
         self._live: dict[str, Request] = {}
+        self._holders: dict[str, set[str]] = {}
+        self._ready: deque[RequestOutput] = deque()
         self._ids = itertools.count()
         self._graph_misses: dict[str, int] = {}
         # asked once: what was captured does not change, and no batch exceeds its bucket
@@ -133,9 +135,18 @@ class RootLoop:
         return tuple(self._live)
 
     def add_request(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, request_id: str | None
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        request_id: str | None,
+        *,
+        holder: set[str] | None = None,
     ) -> str:
-        """Queue a request. Raises RequestError and changes nothing if it cannot be served."""
+        """Queue a request. Raises RequestError and changes nothing if it cannot be served.
+
+        Args:
+            holder: gets the id, and loses it when the last output has been given, to whoever asked.
+        """
         if request_id is None:
             made_up = (f"request-{number}" for number in self._ids)  # generate() uses "0", "1", ...
             request_id = next(name for name in made_up if name not in self._live)
@@ -165,6 +176,9 @@ class RootLoop:
         )
         self._scheduler.add(request)
         self._live[request_id] = request
+        if holder is not None:
+            holder.add(request_id)
+            self._holders[request_id] = holder
         return request_id
 
     def check_free(self, request_ids: Sequence[str]) -> None:
@@ -202,8 +216,11 @@ class RootLoop:
         self._in_step = True
         try:
             self._step(terminal, of)
+            if self._async.idle:  # what it has harvested meanwhile need not wait for the next step
+                self._finish_harvest()
         finally:
             self._in_step = False
+        self._raise_undelivered(of)
         return self._take_outputs(of)
 
     def _step(
@@ -236,7 +253,6 @@ class RootLoop:
             self._ran = Ran(snapshot=snapshot, lease=lease)
             if not self._in_flight or plan.kind is StepKind.IDLE:
                 self._harvest_all()
-        self._raise_undelivered(of)
 
     @property
     def in_step(self) -> bool:
@@ -275,25 +291,37 @@ class RootLoop:
         self._channel.publish(self._encoder.encode(self._scheduler.stop_step()))
 
     def _take_outputs(self, of: Container[str] | None) -> list[RequestOutput]:
-        """What the harvest has delivered since the call before."""
+        """What has been harvested since the call before."""
         outputs: list[RequestOutput] = []
         others: list[RequestOutput] = []
-        queue = self._harvest.outputs
+        queue = self._ready
         while queue:
             output = queue.popleft()
             if output.request_id in self._unwanted:
                 if output.finished:
                     self._unwanted.discard(output.request_id)
-                    del self._live[output.request_id]
+                    self._forget(output.request_id)
                 continue
             if of is not None and output.request_id not in of:
                 others.append(output)
                 continue
             outputs.append(output)
             if output.finished:
-                del self._live[output.request_id]
-        queue.extendleft(reversed(others))
+                self._forget(output.request_id)
+        queue.extend(others)
         return outputs
+
+    def _forget(self, request_id: str) -> None:
+        """Its last output has been given or dropped, so that its id may be used again."""
+        del self._live[request_id]
+        holder = self._holders.pop(request_id, None)
+        if holder is not None:
+            holder.discard(request_id)
+        for error in tuple(self._undelivered):
+            if error.request_ids and self._live.keys().isdisjoint(error.request_ids):
+                # who had these has gone away; it must not meet others that get the same ids
+                self._undelivered.remove(error)
+                log.warning("%s", error)
 
     def close(self) -> None:
         """Harvest what has run and end the worker. Raises what the device raises."""
@@ -372,13 +400,17 @@ class RootLoop:
             self._ran = None
 
     def _finish_harvest(self) -> None:
-        """Wait for the worker; what went wrong is kept for `_raise_lost`, `_raise_undelivered`."""
+        """Wait for the worker, and take over what it did: outputs, and what went wrong, which is
+        kept for `_raise_lost` and `_raise_undelivered`, so that an error comes before its outputs.
+        """
         try:
             self._async.sync()
         except HarvestError as error:
             self._undelivered.append(error)
         except Exception as error:  # noqa: BLE001 - raised where it ends the engine
             self._lost = self._lost or error
+        self._ready.extend(self._harvest.outputs)
+        self._harvest.outputs.clear()
 
     def _harvest_all(self) -> None:
         """Harvest every step that has run. Raises what ended the group or the device."""

@@ -316,6 +316,85 @@ def test_leaving_generate_early_aborts_what_is_left(engine: Engine) -> None:
     assert sorted(output.request_id for output in again) == ["0", "1"]
 
 
+def bound_steps(engine: Engine, most: int) -> None:
+    """Fail instead of stepping for ever."""
+    root = engine._root_loop()
+    step, left = root.step, iter(range(most))
+
+    def counted(*words: Any, **named: Any) -> list[RequestOutput]:
+        assert next(left, None) is not None, f"still stepping after {most} steps"
+        return step(*words, **named)
+
+    root.step = counted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 5])
+def test_an_iterator_may_be_left_when_several_requests_end_in_one_step(
+    engine: Engine, max_tokens: int
+) -> None:
+    bound_steps(engine, 60)
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    for _ in range(2):
+        for output in engine.generate([[1, 2], [3, 4], [5, 6]], sampling):
+            if output.finished:
+                break
+        assert engine.unfinished == 0
+
+
+@pytest.mark.parametrize("ending", ["next", "close"])
+def test_an_iterator_ends_although_the_host_took_its_outputs(engine: Engine, ending: str) -> None:
+    bound_steps(engine, 60)
+    outputs: Any = engine.generate([[1, 2], [3, 4]], GREEDY)
+    next(outputs)
+    last = run(engine)
+    assert {name: output.finish_reason for name, output in last.items()} == {
+        "0": "length",
+        "1": "length",
+    }
+    reused = engine.add_request([5, 6], GREEDY, request_id="0")
+    if ending == "next":
+        assert not any(output.finished for output in outputs)
+    else:
+        outputs.close()
+    assert run(engine)[reused].finish_reason == "length"
+
+
+def test_an_error_is_raised_by_the_iterator_that_it_concerns_and_by_no_later_one(
+    engine: Engine, letters: Letters
+) -> None:
+    letters.broken = True
+    with pytest.raises(HarvestError, match="the text stream broke"):
+        list(engine.generate([[1, 2], [3, 4]], GREEDY))
+    letters.broken = False
+    for _ in range(2):
+        ends = [output for output in engine.generate([[1, 2], [3, 4]], GREEDY) if output.finished]
+        assert [output.finish_reason for output in ends] == ["length", "length"]
+
+
+def test_an_error_that_nobody_asked_for_ends_with_its_requests(
+    engine: Engine, letters: Letters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound_steps(engine, 120)
+    streams = iter([LetterStream(99, stuck=False), LetterStream(99, stuck=True)])
+    monkeypatch.setattr(letters, "stream", lambda: next(streams))
+    short = SamplingParams(max_tokens=1, ignore_eos=True)
+    outputs: Any = engine.generate([[1, 2], [3, 4]], [short, GREEDY])
+    while next(outputs).request_id != "0":
+        pass
+    thread = threading.Thread(target=outputs.close)  # its abort of "1" will fail
+    thread.start()
+    thread.join()
+    monkeypatch.undo()
+    for prompts in ([[1, 2]], [[1, 2], [3, 4]]):  # the second has a "1" of its own
+        ends = [output for output in engine.generate(prompts, GREEDY) if output.finished]
+        assert [output.finish_reason for output in ends] == ["length"] * len(prompts)
+
+
+def test_one_text_is_not_taken_for_many_prompts(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="expected a list of prompts, got one str"):
+        next(engine.generate("abc", GREEDY))
+
+
 def test_generate_wants_one_sampling_for_each_prompt(engine: Engine) -> None:
     with pytest.raises(RequestError, match="2 prompts, but 1 sampling parameters"):
         next(engine.generate([[1], [2]], [GREEDY]))
