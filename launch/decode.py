@@ -198,7 +198,10 @@ def _answer(
     if speaks and not args.quiet:
         say()
         say(summary(engine, finished, document_))
-    return exits.OK
+    failed = [(i, output.error) for i, output in enumerate(finished, 1) if output.error is not None]
+    for i, error in failed:
+        log.error("prompt %d of %d was given up: %s", i, len(prompts), error)
+    return exits.FAILED if failed else exits.OK
 
 
 def _decode(

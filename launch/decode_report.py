@@ -119,7 +119,7 @@ def document(
     outputs: Sequence[RequestOutput],
     clock: Clock,
 ) -> dict[str, Any]:
-    """The JSON of a run; outputs are in the order of the prompts.
+    """The JSON of a run; outputs are in the order of the prompts, "error" where one has failed.
 
     Args:
         resolved: the settings that the engine runs with.
@@ -133,6 +133,7 @@ def document(
                 "token_ids": list(output.token_ids),
                 "text": output.text,
                 "finish_reason": output.finish_reason,
+                **({} if output.error is None else {"error": output.error}),
             }
             for prompt, output in zip(prompts, outputs, strict=True)
         ],

@@ -66,6 +66,7 @@ class FakeEngine:
         self.tokenizer = tokenizer
         self.calls: list[str] = []
         self.on_step: Callable[[], None] = lambda: None
+        self.error: str | None = None
         self._limit = limit
         self._requests: dict[str, tuple[tuple[int, ...], SamplingParams]] = {}
         self._steps = 0
@@ -114,7 +115,8 @@ class FakeEngine:
             count=len(done),
             text=text,
             new_text=text[-1:],
-            finish_reason="length" if finished else None,
+            finish_reason=("abort" if self.error else "length") if finished else None,
+            error=self.error if finished else None,
         )
 
     def rank_reports(self) -> list[dict[str, Any]]:
@@ -140,6 +142,7 @@ class Run:
         self.engine: FakeEngine | None = None
         self.tokenizer: Letters | None = Letters()
         self.limit = 100
+        self.error: str | None = None
         self.on_step: Callable[[], None] = lambda: None
 
     def __call__(self, *words: str) -> int:
@@ -152,6 +155,7 @@ class Run:
     def _make(self, config: RuntimeConfig) -> FakeEngine:
         self.engine = FakeEngine(config, tokenizer=self.tokenizer, limit=self.limit)
         self.engine.on_step = self.on_step
+        self.engine.error = self.error
         return self.engine
 
 
@@ -206,6 +210,21 @@ def test_several_prompts_are_shown_whole_and_in_order(
 ) -> None:
     run("--prompt", "abcd", "--prompt", "x y", "--prompt", "z", "--raw", "--quiet")
     assert capsys.readouterr().out == ("[1/3] abcd\ndcba\n\n[2/3] x y\ny x\n\n[3/3] z\nz\n")
+
+
+def test_a_request_that_the_runtime_gave_up_is_told_and_is_status_1(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run.error = "step 3: no token, the logits hold a NaN"
+    file = tmp_path / "out.json"
+    assert run("--prompt", "ab", "--prompt", "cd", "--json", str(file)) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        f"prompt {i} of 2 was given up: {run.error}" for i in (1, 2)
+    ]
+    outputs = json.loads(file.read_text(encoding="utf-8"))["outputs"]
+    assert [output["error"] for output in outputs] == [run.error] * 2
+    assert run.engine is not None
+    assert run.engine.calls == ["start", "close"], "the ranks end in good order"
 
 
 def test_json_has_the_form_of_the_contract(
