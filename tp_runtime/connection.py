@@ -189,7 +189,7 @@ class Connection:
                 self._wait_for_news(channel)
                 error = channel.failure or error
             if channel.failure is None:
-                channel.abort(": ".join(filter(None, (type(error).__name__, str(error)))))
+                channel.abort(_told(error))
         self.failure = error
         return error
 
@@ -238,6 +238,13 @@ class Connection:
                 ends.callback(self.end, self._group.close)
             if self._pulse is not None:
                 ends.callback(self._pulse.close)
+
+
+def _told(error: BaseException) -> str:
+    """What the others hear of an error."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return ": ".join(filter(None, (type(error).__name__, str(error))))
 
 
 def resolve_device(config: RuntimeConfig, local_rank: int) -> torch.device:
