@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -218,12 +219,64 @@ def _drop_head(folder: Path) -> None:
         (lambda folder: edit_config(folder, num_key_value_heads=3), "expected a multiple"),
         (lambda folder: (folder / "config.json").write_text("{"), "not readable as JSON"),
         (lambda folder: (folder / "config.json").unlink(), "missing"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "not readable as JSON"),
+        (lambda folder: edit_config(folder, rope_scaling="x"), "rope_scaling must be an object"),
+        (lambda folder: edit_config(folder, eos_token_id="x"), "eos_token_id must be a token id"),
+        (lambda folder: edit_config(folder, bos_token_id=1.5), "bos_token_id must be a token id"),
+        (lambda folder: edit_config(folder, vocab_size=10**12), r"expected \(1000000000000, 64\)"),
+        (
+            lambda folder: edit_config(folder, model_type="mistral", sliding_window="big"),
+            "sliding_window must be an integer",
+        ),
     ],
 )
 def test_damaged_folder(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
     folder = write_folder(tmp_path / "m", CONFIG)
     damage(folder)
     with pytest.raises(ModelFormatError, match=message):
+        load_model(str(folder), group=TpGroup.single(CPU), dtype=torch.float32)
+
+
+NO_NUMBER = ["abc", float("nan"), float("inf"), 0, -1, [], 10**400]
+
+
+@pytest.mark.parametrize("value", NO_NUMBER, ids=[str(value)[:4] for value in NO_NUMBER])
+@pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta", "factor"])
+def test_a_field_that_is_no_number_above_zero(tmp_path: Path, field: str, value: object) -> None:
+    folder = write_folder(tmp_path / "m", CONFIG)
+    if field == "factor":
+        edit_config(folder, rope_parameters={"rope_type": "linear", "factor": value})
+    else:
+        edit_config(folder, rope_parameters=None, **{field: value})
+    with pytest.raises(ModelFormatError, match=rf"config\.json.*{field} must be a finite number"):
+        load_model(str(folder), group=TpGroup.single(CPU), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("field", ["rms_norm_eps", "rope_theta"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_a_gguf_number_that_is_none_above_zero(tmp_path: Path, field: str, value: float) -> None:
+    config = dataclasses.replace(CONFIG)
+    object.__setattr__(config, field, value)  # which its own check refuses
+    with pytest.raises(ModelFormatError, match=r"m\.gguf: llama\..* must be a finite number"):
+        GgufWeights(write_gguf(tmp_path / "m.gguf", config))
+
+
+def test_rope_factors_of_a_gguf_are_finite(tmp_path: Path) -> None:
+    factors = np.full(CONFIG.head_dim // 2, np.nan, np.float32)
+    path = write_gguf(tmp_path / "m.gguf", CONFIG, extra={"rope_freqs.weight": factors})
+    with pytest.raises(ModelFormatError, match=r"m\.gguf: RoPE scaling must be a finite number"):
+        GgufWeights(path)
+
+
+def test_a_model_is_a_file_or_a_folder(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "m.gguf")
+    for ref in (str(tmp_path / "m.gguf"), "/dev/zero"):
+        with pytest.raises(ModelNotFound, match="or a device; expected"):
+            load_model(ref, group=TpGroup.single(CPU), dtype=torch.float32)
+    folder = write_folder(tmp_path / "m", CONFIG)
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    with pytest.raises(ModelFormatError, match="expected a regular file, got a pipe"):
         load_model(str(folder), group=TpGroup.single(CPU), dtype=torch.float32)
 
 
@@ -255,6 +308,8 @@ def test_references_that_name_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for ref, message in [
         ("no/such/model", "neither a file nor a folder"),
         ("", "neither a file nor a folder"),
+        ("~no-such-user/m", "neither a file nor a folder"),
+        ("x" * 5000, "neither a file nor a folder"),
         ("random:huge", "known: tiny"),
         ("random:tiny:x", "seed must be digits"),
     ]:

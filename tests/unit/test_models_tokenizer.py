@@ -129,3 +129,12 @@ def test_the_tokenizer_of_a_real_model_streams_and_is_kept(
     for _ in range(300):
         ids = [rng.randrange(49152) for _ in range(rng.randrange(60))]
         assert "".join(pieces_of(kept, ids)) == kept.decode(ids)
+
+
+def test_whatever_transformers_raises_is_a_model_error(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    # StrictDataclassFieldValidationError, which is an Exception and nothing else
+    config = '{"model_type": "llama", "eos_token_id": "x", "vocab_size": 8}'
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ModelFormatError, match="no tokenizer can be read"):
+        load_tokenizer(tmp_path)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tp_runtime.errors import ModelFormatError, ModelNotFound, UnsupportedModel
+from tp_runtime.models.fields import blamed_on, count, number, token_ids
 from tp_runtime.ops.rope import LinearScaling, Llama3Scaling, Scaling
+from tp_runtime.regular_file import read_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+
+_MOST_JSON_BYTES = 64 << 20  # the index of a thousand layers has some megabytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +56,13 @@ class ModelConfig:
             "head_dim",
             "max_positions",
         ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ModelFormatError(f"{name} must be an integer of at least 1, got {value!r}")
+            count({name: getattr(self, name)}, name)
+        for name in ("rms_norm_eps", "rope_theta"):
+            number({name: getattr(self, name)}, name)
+        if self.rope_scaling is not None:
+            # one value that is not finite makes every logit NaN, silently
+            for value in _flat(astuple(self.rope_scaling)):
+                number({"RoPE scaling": value}, "RoPE scaling")
         if self.num_heads % self.num_kv_heads:
             raise ModelFormatError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads: "
@@ -160,21 +168,28 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelFormatError: the file is missing, no JSON, or no object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular(path, most_bytes=_MOST_JSON_BYTES).decode("utf-8"))
     except FileNotFoundError:
         raise ModelFormatError(f"{path}: missing; expected a Hugging Face model folder") from None
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ModelFormatError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
         raise ModelFormatError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(value, dict):
         raise ModelFormatError(f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
+def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
+    for value in values:
+        yield from value if isinstance(value, tuple) else (value,)
+
+
 def config_from_huggingface(folder: Path) -> ModelConfig:
     """Read config.json (and the end-of-sequence ids of generation_config.json).
 
     Raises:
-        ModelFormatError: a field is missing or malformed.
+        ModelFormatError: a field is missing or malformed; names the file and the field.
         UnsupportedModel: an architecture, activation or RoPE variant that is not built.
     """
     path = folder / "config.json"
@@ -190,73 +205,74 @@ def config_from_huggingface(folder: Path) -> ModelConfig:
         )
     if fields.get("mlp_bias") or (kind != "qwen2" and fields.get("attention_bias")):
         raise UnsupportedModel(f"{path}: biases other than qwen2's qkv bias are not supported")
-    window = fields.get("sliding_window")
-    positions = fields.get("max_position_embeddings", 2048)
-    if window and kind == "mistral" and isinstance(positions, int):
-        # within one window, windowed and full attention are the same
-        positions = min(positions, int(window))
     if fields.get("use_sliding_window"):
         raise UnsupportedModel(f"{path}: sliding-window attention is not supported")
-    try:
-        heads = fields["num_attention_heads"]
+    ends = _eos_token_ids(fields, folder)
+    with blamed_on(path):
+        positions = count(fields, "max_position_embeddings", 2048)
+        if kind == "mistral" and fields.get("sliding_window"):
+            # within one window, windowed and full attention are the same
+            positions = min(positions, count(fields, "sliding_window"))
+        hidden, heads = count(fields, "hidden_size"), count(fields, "num_attention_heads")
         theta, scaling = _rope(fields, path)
         return ModelConfig(
             architecture=kind,
-            vocab_size=fields["vocab_size"],
-            hidden_size=fields["hidden_size"],
-            intermediate_size=fields["intermediate_size"],
-            num_layers=fields["num_hidden_layers"],
+            vocab_size=count(fields, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=count(fields, "intermediate_size"),
+            num_layers=count(fields, "num_hidden_layers"),
             num_heads=heads,
-            num_kv_heads=fields.get("num_key_value_heads") or heads,
-            head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
-            rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+            num_kv_heads=count(fields, "num_key_value_heads", heads),
+            head_dim=count(fields, "head_dim", hidden // heads),
+            rms_norm_eps=number(fields, "rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
             max_positions=positions,
             tied_head=bool(fields.get("tie_word_embeddings", False)),
             qkv_bias=kind == "qwen2",
             qk_norm=kind == "qwen3",
-            bos_token_id=fields.get("bos_token_id"),
-            eos_token_ids=_eos_token_ids(fields, folder),
+            bos_token_id=next(iter(token_ids(fields, "bos_token_id")), None),
+            eos_token_ids=ends,
         )
-    except KeyError as error:
-        raise ModelFormatError(f"{path}: field {error} is missing") from None
-    except (TypeError, ZeroDivisionError) as error:
-        raise ModelFormatError(f"{path}: a field is malformed: {error}") from error
 
 
 def _eos_token_ids(fields: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
-    sources = [fields.get("eos_token_id")]
+    sources = {folder / "config.json": fields}
     generation = folder / "generation_config.json"
     if generation.exists():
-        sources.append(read_json(generation).get("eos_token_id"))
+        sources[generation] = read_json(generation)
     ids: list[int] = []
-    for source in sources:
-        for value in source if isinstance(source, list) else [source]:
-            if isinstance(value, int) and value not in ids:
-                ids.append(value)
-    return tuple(ids)
+    for path, source in sources.items():
+        with blamed_on(path):
+            ids += token_ids(source, "eos_token_id")
+    return tuple(dict.fromkeys(ids))
 
 
 def _rope(fields: Mapping[str, Any], path: Path) -> tuple[float, Scaling | None]:
     # transformers 5 writes rope_parameters, earlier ones rope_theta and rope_scaling
-    parameters = {**(fields.get("rope_scaling") or {}), **(fields.get("rope_parameters") or {})}
-    theta = float(parameters.get("rope_theta") or fields.get("rope_theta") or 10000.0)
+    parameters: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = fields.get(name) or {}
+        if not isinstance(given, dict):
+            raise ModelFormatError(f"{name} must be an object, got {given!r}")
+        parameters |= given
+    theta = number(parameters, "rope_theta", number(fields, "rope_theta", 10000.0))
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     partial = parameters.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
     if partial != 1.0:
         raise UnsupportedModel(f"{path}: partial_rotary_factor {partial} is not supported")
     if kind == "default":
         return theta, None
-    if kind == "linear":
-        return theta, LinearScaling(factor=float(parameters["factor"]))
-    if kind == "llama3":
-        return theta, Llama3Scaling(
-            factor=float(parameters["factor"]),
-            low_freq_factor=float(parameters["low_freq_factor"]),
-            high_freq_factor=float(parameters["high_freq_factor"]),
-            original_max_positions=int(parameters["original_max_position_embeddings"]),
-        )
+    with blamed_on("RoPE scaling"):
+        if kind == "linear":
+            return theta, LinearScaling(factor=number(parameters, "factor"))
+        if kind == "llama3":
+            return theta, Llama3Scaling(
+                factor=number(parameters, "factor"),
+                low_freq_factor=number(parameters, "low_freq_factor"),
+                high_freq_factor=number(parameters, "high_freq_factor"),
+                original_max_positions=count(parameters, "original_max_position_embeddings"),
+            )
     raise UnsupportedModel(
         f"{path}: rope type {kind!r} is not supported; supported: default, linear, llama3"
     )

@@ -9,6 +9,7 @@ import torch
 
 from tp_runtime.errors import ModelFormatError, UnsupportedModel
 from tp_runtime.models.config import ModelConfig
+from tp_runtime.models.fields import blamed_on, count, number
 from tp_runtime.models.gguf_file import GgufFile, GgufTensor
 from tp_runtime.ops.rope import FrequencyFactors, LinearScaling, Scaling
 
@@ -53,7 +54,8 @@ class GgufWeights:
 
     def __init__(self, path: Path) -> None:
         self._file = GgufFile(path)
-        self.config = _config(self._file)
+        with blamed_on(path):
+            self.config = _config(self._file)
 
     def read(
         self,
@@ -105,37 +107,36 @@ def _config(file: GgufFile) -> ModelConfig:
         )
 
     def field(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{architecture}.{key}", default)
-        if value is None:
-            raise ModelFormatError(f"{file.path}: {architecture}.{key} is missing")
-        return value
+        return metadata.get(f"{architecture}.{key}", default)
 
-    if field("expert_count", 0):
+    def length(key: str, default: int | None = None) -> int:
+        return count(metadata, f"{architecture}.{key}", default)
+
+    if field("expert_count"):
         raise UnsupportedModel(f"{file.path}: mixture-of-experts models are not supported")
-    hidden, heads = field("embedding_length"), field("attention.head_count")
-    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
+    if any(isinstance(field(f"attention.{key}"), tuple) for key in ("head_count", "head_count_kv")):
         raise UnsupportedModel(f"{file.path}: head counts that differ by layer are not supported")
-    head_dim = field("attention.key_length", hidden // heads)
+    hidden, heads = length("embedding_length"), length("attention.head_count")
+    head_dim = length("attention.key_length", hidden // heads)
     if field("attention.value_length", head_dim) != head_dim:
         raise UnsupportedModel(f"{file.path}: keys and values of different length")
     if field("rope.dimension_count", head_dim) != head_dim:
         raise UnsupportedModel(f"{file.path}: partial rotary embedding is not supported")
-    vocab_size = field("vocab_size", file.string_array_lengths.get("tokenizer.ggml.tokens"))
     end_keys = ("eos_token_id", "eot_token_id")
     ends = [metadata.get(f"tokenizer.ggml.{key}") for key in end_keys]
     return ModelConfig(
         architecture=architecture,
-        vocab_size=vocab_size,
+        vocab_size=length("vocab_size", file.string_array_lengths.get("tokenizer.ggml.tokens")),
         hidden_size=hidden,
-        intermediate_size=field("feed_forward_length"),
-        num_layers=field("block_count"),
+        intermediate_size=length("feed_forward_length"),
+        num_layers=length("block_count"),
         num_heads=heads,
-        num_kv_heads=field("attention.head_count_kv", heads),
+        num_kv_heads=length("attention.head_count_kv", heads),
         head_dim=head_dim,
-        rms_norm_eps=field("attention.layer_norm_rms_epsilon"),
-        rope_theta=field("rope.freq_base", 10000.0),
+        rms_norm_eps=number(metadata, f"{architecture}.attention.layer_norm_rms_epsilon"),
+        rope_theta=number(metadata, f"{architecture}.rope.freq_base", 10000.0),
         rope_scaling=_scaling(file, field("rope.scaling.type", "none"), head_dim),
-        max_positions=field("context_length"),
+        max_positions=length("context_length"),
         tied_head="output.weight" not in file.tensors,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         qk_norm="blk.0.attn_q_norm.weight" in file.tensors,
@@ -149,16 +150,13 @@ def _scaling(file: GgufFile, kind: str, head_dim: int) -> Scaling | None:
     if factors is not None:
         if factors.shape != (head_dim // 2,):
             raise ModelFormatError(
-                f"{file.path}: rope_freqs.weight has shape {factors.shape}, expected "
-                f"{(head_dim // 2,)}"
+                f"rope_freqs.weight has shape {factors.shape}, expected {(head_dim // 2,)}"
             )
         return FrequencyFactors(factors=tuple(file.read(factors).tolist()))
     if kind == "none":
         return None
     if kind == "linear":
         architecture = file.metadata["general.architecture"]
-        factor = file.metadata.get(f"{architecture}.rope.scaling.factor")
-        if not factor:
-            raise ModelFormatError(f"{file.path}: rope.scaling.factor is missing")
+        factor = number(file.metadata, f"{architecture}.rope.scaling.factor")
         return LinearScaling(factor=factor)
     raise UnsupportedModel(f"{file.path}: RoPE scaling {kind!r}; supported: none, linear, llama3")

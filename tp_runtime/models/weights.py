@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from tp_runtime.errors import ModelFormatError
+from tp_runtime.models.partition import Span
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tp_runtime.models.config import ModelConfig
-    from tp_runtime.models.partition import Partition, Span
+    from tp_runtime.models.partition import Partition
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -177,13 +178,10 @@ class ShardReader:
         config, vocab = self._source.config, self._partition.vocab
         start = min(vocab.start, config.vocab_size)
         shape = (config.vocab_size, config.hidden_size)
-        weight = torch.zeros(
-            vocab.width, config.hidden_size, dtype=self._dtype, device=self._device
+        # as _rows does: read first, which compares the shape with the file's, then allocate
+        return self._rows(
+            name, shape, Span(start=start, stop=start + vocab.real, width=vocab.width)
         )
-        if vocab.real:
-            part = self._source.read(name, shape, rows=(start, start + vocab.real))
-            weight[: vocab.real] = self._place(name, part)
-        return weight
 
     def _place(self, name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.to(device=self._device, dtype=self._dtype)

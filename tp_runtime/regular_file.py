@@ -1,0 +1,31 @@
+"""Reads a whole file of which only a small one makes sense: never a device or a pipe.
+
+Those have no size to go by: a device may never end, and opening a pipe waits for its writer.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def read_regular(path: Path, *, most_bytes: int) -> bytes:
+    """The bytes of a file.
+
+    Raises: OSError: it cannot be read, is no regular file, or holds more than `most_bytes`; the
+        text is in `strerror` in each case.
+    """
+    # not blocking: to open a pipe without a writer would take forever
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if not stat.S_ISREG(mode):
+            kind = "a pipe" if stat.S_ISFIFO(mode) else "a folder or device"
+            raise OSError(None, f"expected a regular file, got {kind}", str(path))
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(None, f"expected at most {most_bytes} bytes, got more", str(path))
+    return data
