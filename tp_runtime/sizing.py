@@ -113,7 +113,7 @@ def _num_blocks(
     wanted = config.max_batch_size * per_sequence
     if device.type == "cpu":
         wanted = min(wanted, max(CPU_KV_TOKENS // block_size, per_sequence))
-    affordable = _free_bytes(device, ranks_on_host) // block_bytes(shape, block_size)
+    affordable = free_bytes(device, ranks_on_host) // block_bytes(shape, block_size)
     if affordable < 1:
         raise ConfigError(
             f"no memory for a KV cache: one block needs {block_bytes(shape, block_size)} bytes"
@@ -121,7 +121,8 @@ def _num_blocks(
     return min(wanted, affordable)
 
 
-def _free_bytes(device: torch.device, ranks_on_host: int) -> int:
+def free_bytes(device: torch.device, ranks_on_host: int) -> int:
+    """Memory that one rank may take on this device, of what is free now."""
     if device.type == "cuda":
         import torch
 

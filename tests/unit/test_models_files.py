@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.fake_ranks import DenseAttention, on_ranks
-from tp_runtime.errors import ModelFormatError, ModelNotFound, UnsupportedModel
+from tp_runtime.errors import ConfigError, ModelFormatError, ModelNotFound, UnsupportedModel
 from tp_runtime.group import TpGroup
 from tp_runtime.models.config import NAMED_CONFIGS, ModelConfig, config_from_huggingface
 from tp_runtime.models.convert import convert_gguf, huggingface_config, tensor_shapes
@@ -331,3 +331,21 @@ def test_random_model_and_its_progress() -> None:
     assert loaded.tokenizer is None
     assert loaded.name == "random:tiny:7"
     assert calls == [(i, len(calls)) for i in range(1, len(calls) + 1)]
+
+
+def test_a_model_of_more_positions_than_memory_runs_shorter_sequences(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, max_positions=2**32 - 1)
+    path = str(write_gguf(tmp_path / "m.gguf", config))
+    group = TpGroup.single(CPU)
+    loaded = load_model(path, group=group, dtype=torch.float32, max_positions=128)
+    assert loaded.model.shape.max_positions == 128
+    assert loaded.config.max_positions == 2**32 - 1
+    with pytest.raises(ConfigError, match=r"4294967295 positions.*set max_seq_len"):
+        load_model(path, group=group, dtype=torch.float32)
+
+
+def test_more_positions_than_the_model_has_are_not_made() -> None:
+    loaded = load_model(
+        "random:tiny", group=TpGroup.single(CPU), dtype=torch.float32, max_positions=5000
+    )
+    assert loaded.model.shape.max_positions == 1024

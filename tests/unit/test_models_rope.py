@@ -12,6 +12,7 @@ from tp_runtime.ops.rope import (
     LinearScaling,
     Llama3Scaling,
     RopeTable,
+    Scaling,
     inverse_frequencies,
     rotate,
 )
@@ -43,6 +44,21 @@ def test_rotation_is_a_complex_product() -> None:
                 assert float(rotated[token, head, pair]) == pytest.approx(turned.real, abs=1e-5)
                 other = float(rotated[token, head, pair + head_dim // 2])
                 assert other == pytest.approx(turned.imag, abs=1e-5)
+
+
+@pytest.mark.parametrize("scaling", [None, LLAMA3, LinearScaling(factor=4.0)])
+def test_a_table_is_the_same_however_many_rows_it_has(scaling: Scaling | None) -> None:
+    most = 2 * (1 << 16) + 77  # made in three parts
+    cpu = torch.device("cpu")
+    frequency = inverse_frequencies(8, 10000.0, scaling)
+    angle = torch.arange(most).float()[:, None] * frequency
+    for rows in (most, 100):
+        table = RopeTable(
+            8, theta=10000.0, max_positions=rows, dtype=torch.bfloat16, device=cpu, scaling=scaling
+        )
+        cos, sin = (half[:, 0] for half in table.at(torch.arange(rows)))
+        assert torch.equal(cos, torch.cat((angle.cos(),) * 2, -1)[:rows].bfloat16())
+        assert torch.equal(sin, torch.cat((-angle.sin(), angle.sin()), -1)[:rows].bfloat16())
 
 
 def test_rotation_takes_a_view_of_fused_heads() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from tp_runtime.errors import ConfigError
 from tp_runtime.layers.linear import (
     ColumnParallelLinear,
     GatedLinear,
@@ -21,6 +22,7 @@ from tp_runtime.models.base import ModelShape, QkNorm
 from tp_runtime.ops.norm import RmsNorm
 from tp_runtime.ops.rope import RopeTable
 from tp_runtime.ops.skinny_layer import LayerMatrices
+from tp_runtime.sizing import free_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +96,28 @@ class LlamaLayer:
         return LayerMatrices(norm=self._qkv.norm.weight, **weights)
 
 
+def _rope_table(
+    config: ModelConfig, positions: int, *, dtype: torch.dtype, group: TpGroup
+) -> RopeTable:
+    wanted = RopeTable.bytes_of(config.head_dim, positions, dtype)
+    free = free_bytes(group.device, group.size)
+    if wanted > free:
+        raise ConfigError(
+            f"no memory on {group.device} for the RoPE table of {positions} positions, the most "
+            f"that the model claims or max_seq_len asks for: expected at most {free / 2**30:.1f} "
+            f"GiB, it needs {wanted / 2**30:.1f} GiB; set max_seq_len to the longest sequence "
+            "that you need"
+        )
+    return RopeTable(
+        config.head_dim,
+        theta=config.rope_theta,
+        max_positions=positions,
+        dtype=dtype,
+        device=group.device,
+        scaling=config.rope_scaling,
+    )
+
+
 class LlamaModel:
     """A `DecodeModel`: embedding, layers, final norm, head.
 
@@ -103,7 +127,11 @@ class LlamaModel:
         reader: gives the weights of that part.
         group: the ranks that hold the other parts.
         dtype: of weights and activations.
-        max_positions: rows of the RoPE table; the model's own limit if None.
+        max_positions: longest sequence that will be run, in tokens; the RoPE table has as many
+            rows. None, or more than the model has: the model's own limit.
+
+    Raises:
+        ConfigError: no memory for the RoPE table of so many positions.
     """
 
     def __init__(
@@ -117,7 +145,9 @@ class LlamaModel:
         max_positions: int | None = None,
     ) -> None:
         self.config = config
-        positions = max_positions or config.max_positions
+        positions = min(max_positions or config.max_positions, config.max_positions)
+        # before the weights are read, which may take minutes
+        self._rope = _rope_table(config, positions, dtype=dtype, group=group)
         embedding = Matrix(reader.embedding(), multiplied=config.tied_head)
         self._embedding = VocabParallelEmbedding(embedding, partition.vocab, group)
         self._layers = [
@@ -129,14 +159,6 @@ class LlamaModel:
         final_norm = RmsNorm(reader.final_norm(), config.rms_norm_eps)
         head = embedding if config.tied_head else Matrix(reader.head())
         self._head = VocabParallelHead(final_norm, head, partition.vocab)
-        self._rope = RopeTable(
-            config.head_dim,
-            theta=config.rope_theta,
-            max_positions=positions,
-            dtype=dtype,
-            device=group.device,
-            scaling=config.rope_scaling,
-        )
         self._shape = ModelShape(
             num_layers=config.num_layers,
             q_heads=partition.q_heads.width,

@@ -60,6 +60,7 @@ def load_model(
     *,
     group: TpGroup,
     dtype: torch.dtype,
+    max_positions: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Load this rank's part of a model.
@@ -69,12 +70,15 @@ def load_model(
             "random:<configuration>[:seed]".
         group: the ranks that share the model, and the device of this one.
         dtype: of weights and activations.
+        max_positions: longest sequence that will be run, in tokens, which saves memory where the
+            model could do longer ones; None for all that it can.
         progress: called with (tensors read, tensors in all).
 
     Raises:
         ModelNotFound: the reference names nothing.
         ModelFormatError: the files are truncated or damaged.
         UnsupportedModel: an architecture that is not built, or a TP size that does not work.
+        ConfigError: no memory for so many positions.
     """
     started = time.perf_counter()
     path, source = _open_source(ref, group.device)
@@ -87,7 +91,9 @@ def load_model(
         device=group.device,
         on_tensor=_counter(config, progress) if progress is not None else None,
     )
-    model = LlamaModel(config, partition, reader, group=group, dtype=dtype)
+    model = LlamaModel(
+        config, partition, reader, group=group, dtype=dtype, max_positions=max_positions
+    )
     name = ref if path is None else path.name
     log.info(
         "loaded %s as %s on TP rank %d of %d in %.1f s",

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_ROWS_AT_A_TIME = 1 << 16
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
     """Stretches the low frequencies by `factor`, keeps the high ones, blends in between.
@@ -93,12 +96,22 @@ class RopeTable:
         scaling: Scaling | None = None,
     ) -> None:
         frequency = inverse_frequencies(head_dim, theta, scaling).to(device)
-        positions = torch.arange(max_positions, device=device).float()
-        angle = positions[:, None] * frequency
-        cos, sin = angle.cos(), angle.sin()
-        self._cos = torch.cat((cos, cos), -1).to(dtype)
-        # the sign of rotate_half is folded in: -sin for the first half, +sin for the second
-        self._sin = torch.cat((-sin, sin), -1).to(dtype)
+        self._cos = torch.empty(max_positions, head_dim, dtype=dtype, device=device)
+        self._sin = torch.empty_like(self._cos)
+        # a part at a time: the float32 of all would need several times the table itself
+        for start in range(0, max_positions, _ROWS_AT_A_TIME):
+            stop = min(start + _ROWS_AT_A_TIME, max_positions)
+            positions = torch.arange(start, stop, device=device).float()
+            angle = positions[:, None] * frequency
+            cos, sin = angle.cos(), angle.sin()
+            self._cos[start:stop] = torch.cat((cos, cos), -1)
+            # the sign of rotate_half is folded in: -sin for the first half, +sin for the second
+            self._sin[start:stop] = torch.cat((-sin, sin), -1)
+
+    @staticmethod
+    def bytes_of(head_dim: int, max_positions: int, dtype: torch.dtype) -> int:
+        """Memory of such a table."""
+        return 2 * max_positions * head_dim * dtype.itemsize
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) for positions [tokens] int64, each [tokens, 1, head_dim]."""
