@@ -418,7 +418,13 @@ class Engine:
         if self._config.model is None:
             raise ConfigError("no model: set `model` in the configuration or pass one")
         dtype = getattr(torch, self._config.dtype_on(group.device.type))
-        loaded = load_model(self._config.model, group=group, dtype=dtype, progress=progress)
+        loaded = load_model(
+            self._config.model,
+            group=group,
+            dtype=dtype,
+            max_positions=self._config.max_seq_len,
+            progress=progress,
+        )
         self._make_tokenizer = loaded.tokenizer
         return loaded.model
 

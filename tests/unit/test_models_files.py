@@ -18,7 +18,7 @@ from tp_runtime.models.config import NAMED_CONFIGS, ModelConfig, config_from_hug
 from tp_runtime.models.convert import convert_gguf, huggingface_config, tensor_shapes
 from tp_runtime.models.gguf_file import GgufFile
 from tp_runtime.models.gguf_weights import GgufWeights, gguf_name_of
-from tp_runtime.models.loading import load_model
+from tp_runtime.models.loading import LoadedModel, load_model
 from tp_runtime.models.random_weights import RandomWeights
 from tp_runtime.models.safetensors_weights import SafetensorsWeights
 from tp_runtime.ops.rope import FrequencyFactors
@@ -331,6 +331,21 @@ def test_random_model_and_its_progress() -> None:
     assert loaded.tokenizer is None
     assert loaded.name == "random:tiny:7"
     assert calls == [(i, len(calls)) for i in range(1, len(calls) + 1)]
+
+
+def test_a_folder_has_a_tokenizer_or_takes_token_ids(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, CONFIG)
+
+    def load() -> LoadedModel:
+        return load_model(str(folder), group=TpGroup.single(CPU), dtype=torch.float32)
+
+    assert load().tokenizer is None
+    (folder / "tokenizer.json").write_text("{}")
+    broken = load().tokenizer
+    assert broken is not None
+    pytest.importorskip("transformers")
+    with pytest.raises(ModelFormatError, match="no tokenizer can be read"):
+        broken()
 
 
 def test_a_model_of_more_positions_than_memory_runs_shorter_sequences(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from tp_runtime.models.llama import LlamaModel
 from tp_runtime.models.partition import Partition
 from tp_runtime.models.random_weights import RandomWeights
 from tp_runtime.models.safetensors_weights import SafetensorsWeights
-from tp_runtime.models.tokenizer import Tokenizer, load_tokenizer
+from tp_runtime.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer
 from tp_runtime.models.weights import ShardReader, WeightSource
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class LoadedModel:
         name: short, for people: a file or folder name, or random:<configuration>.
         path: the file or folder; None for random weights.
         tokenizer: builds the tokenizer at the first call, which takes seconds, and then gives back
-            the same one; None for random weights.
+            the same one; None for random weights and for a folder that holds none.
     """
 
     model: DecodeModel
@@ -104,7 +104,7 @@ def load_model(
         time.perf_counter() - started,
     )
     tokenizer = None
-    if path is not None:
+    if path is not None and has_tokenizer(path):
         tokenizer = functools.cache(
             functools.partial(load_tokenizer, path, eos_token_ids=config.eos_token_ids)
         )

@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
+)  # fmt: skip
+"""A folder of transformers with a tokenizer holds one of these at least."""
+
 
 class Tokenizer:
     """The tokenizer that belongs to a model.
@@ -70,6 +75,11 @@ class Tokenizer:
         if self._part_of is not None:
             return ByteStream(self._part_of)
         return WindowStream(self.decode, self._backend.convert_ids_to_tokens)
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a model comes with a tokenizer; that of a GGUF file is inside."""
+    return path.is_file() or any((path / name).exists() for name in _FILES)
 
 
 def load_tokenizer(path: Path, *, eos_token_ids: Sequence[int] = ()) -> Tokenizer:
