@@ -33,6 +33,11 @@ OTHER_VARIABLES: dict[str, str] = {
 }
 """Variables under the prefix that are not fields of RuntimeConfig."""
 
+MOST_REQUESTS = 4096
+"""Largest batch. From some hundred requests on a step is bound by arithmetic, no longer by reading
+the weights, so that a larger batch makes each wait and few more tokens per second; and every size
+of batch costs a graph, and time to measure."""
+
 _TEST_PREFIX = "TP_RUNTIME_TEST_"
 
 
@@ -66,7 +71,11 @@ class RuntimeConfig:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     max_batch_size: int = setting(
-        64, help="requests that decode at the same time", unit="requests", minimum=1
+        64,
+        help=f"requests that decode at the same time, at most {MOST_REQUESTS}",
+        unit="requests",
+        minimum=1,
+        maximum=MOST_REQUESTS,
     )
     max_seq_len: int | None = setting(
         None,
@@ -96,6 +105,7 @@ class RuntimeConfig:
         help="batch sizes that get their own graph, ascending; unset: a list up to the largest",
         unit="requests",
         minimum=1,
+        maximum=MOST_REQUESTS,
     )
     enable_dynamic_decode_backend: bool = setting(
         False,

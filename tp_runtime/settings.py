@@ -33,6 +33,7 @@ def setting(
     unit: str | None = None,
     choices: tuple[str, ...] = (),
     minimum: float | None = None,
+    maximum: float | None = None,
     above: float | None = None,
     aliases: tuple[str, ...] = (),
     placeholder: str | None = None,
@@ -47,6 +48,7 @@ def setting(
         unit: of the number, for the reader.
         choices: the only words allowed.
         minimum: inclusive lower bound of a number, or of each number of a list.
+        maximum: inclusive upper bound, as `minimum`.
         above: exclusive lower bound of a number.
         aliases: more spellings of the flag.
         placeholder: what stands for the value in a usage line; None = by its type.
@@ -60,6 +62,7 @@ def setting(
             "unit": unit,
             "choices": choices,
             "minimum": minimum,
+            "maximum": maximum,
             "above": above,
             "aliases": aliases,
             "placeholder": placeholder,
@@ -82,6 +85,7 @@ class Row:
     unit: str | None
     choices: tuple[str, ...]
     minimum: float | None
+    maximum: float | None
     above: float | None
     aliases: tuple[str, ...]
     placeholder: str | None
@@ -118,6 +122,8 @@ class Row:
             bound = f" of at least {self.minimum:g}"
         elif self.above is not None:
             bound = f" above {self.above:g}"
+        if self.maximum is not None:
+            bound += f" and at most {self.maximum:g}"
         if self.item is not None:
             items = f"whole numbers{bound}, ascending" if self.item is int else "names"
             return {
@@ -161,10 +167,13 @@ class Row:
             return kind is bool and isinstance(value, bool)
         if kind is str:
             return isinstance(value, str) and (value in (self.choices or (value or None,)))
-        if not isinstance(value, int | float if kind is float else int) or not math.isfinite(value):
+        if not isinstance(value, int | float if kind is float else int):
             return False
-        return (self.minimum is None or value >= self.minimum) and (
-            self.above is None or value > self.above
+        return (
+            _is_finite(value)
+            and (self.minimum is None or value >= self.minimum)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.above is None or value > self.above)
         )
 
     def read(
@@ -260,6 +269,13 @@ def nearest(name: str, known: Sequence[str]) -> str:
     """The end of an error message: "; did you mean ...?", or nothing."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond every float, which no setting means
+        return False
 
 
 def _as_given(raw: object) -> object:

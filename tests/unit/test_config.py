@@ -99,9 +99,14 @@ def test_booleans(text: str, value: bool) -> None:
         ({"TP_RUNTIME_SELECTION_MODE": "Stable"}, "one of stable, adaptive"),
         ({"TP_RUNTIME_DECODE_BUCKETS": "4,2"}, "ascending"),
         ({"TP_RUNTIME_DECODE_BUCKETS": "1,,2"}, "separated by commas"),
+        ({"TP_RUNTIME_KV_BLOCK_SIZE": "9" * 400}, "a whole number of at least 1"),
+        ({"TP_RUNTIME_KV_BLOCK_SIZE": "9" * 5000}, "a whole number of at least 1"),
+        ({"TP_RUNTIME_MAX_BATCH_SIZE": "4097"}, "a whole number of at least 1 and at most 4096"),
+        ({"TP_RUNTIME_MAX_BATCH_SIZE": str(2**63)}, "a whole number of at least 1 and at most"),
+        ({"TP_RUNTIME_DECODE_BUCKETS": "1,4097"}, "whole numbers of at least 1 and at most 4096"),
         ({"TP_RUNTIME_DECODE_BUCKETS": ""}, "at least 1"),
         ({"TP_RUNTIME_DISABLE_DECODE_BACKEND": "a,,b"}, "names, separated by commas"),
-        ({"TP_RUNTIME_DECODE_BUCKETS": "two"}, "at least 1, ascending, separated by commas"),
+        ({"TP_RUNTIME_DECODE_BUCKETS": "two"}, "at most 4096, ascending, separated by commas"),
         ({"TP_RUNTIME_MODEL": ""}, "a text that is not empty"),
     ],
 )
@@ -252,7 +257,7 @@ def test_code_may_give_any_sequence_for_a_list() -> None:
     [
         (
             {"decode_buckets": "1,2,4"},
-            "decode_buckets='1,2,4': expected a tuple or list of whole numbers of at least 1, asc",
+            "decode_buckets='1,2,4': expected a tuple or list of whole numbers of at least 1 and ",
         ),
         (
             {"disable_decode_backend": "cpu_rowwise"},
