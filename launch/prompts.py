@@ -19,6 +19,9 @@ if TYPE_CHECKING:
         def chat(self, user_text: str) -> list[int]: ...
 
 
+_MOST_BYTES = 1 << 30
+
+
 def given_prompts(flags: Sequence[str] | None, file: str | None) -> tuple[str, ...] | None:
     """What the command line says; None = standard input. Every rank may call it.
 
@@ -32,7 +35,8 @@ def given_prompts(flags: Sequence[str] | None, file: str | None) -> tuple[str, .
     if file is None or file == "-":
         return None
     try:
-        data = Path(file).read_bytes()
+        with Path(file).open("rb") as stream:
+            data = _bounded(stream, source=f"flag --prompts-file: {file}")
     except OSError as error:
         raise ConfigError(
             f"flag --prompts-file: {file} cannot be read: {error.strerror or error}"
@@ -52,7 +56,15 @@ def read_stdin(stream: BinaryIO | None = None) -> tuple[str, ...]:
             "no prompt: expected --prompt TEXT, --prompts-file FILE, or one prompt a line on "
             "standard input"
         )
-    return split_lines(source.read(), source="standard input")
+    return split_lines(_bounded(source, source="standard input"), source="standard input")
+
+
+def _bounded(stream: BinaryIO, *, source: str) -> bytes:
+    """All of a file, a pipe or a device, of which some have no end."""
+    data = stream.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ConfigError(f"{source}: expected at most {_MOST_BYTES} bytes of prompts, got more")
+    return data
 
 
 def split_lines(data: bytes, *, source: str) -> tuple[str, ...]:

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from tp_runtime.errors import ConfigError, SelectionError
+from tp_runtime.regular_file import read_regular
 from tp_runtime.selection import PRIORITY, BackendPlan, Sample, select
 from tp_runtime.selection.heat_map import HeatMap
 from tp_runtime.selection.strict_json import canonical
+
+_MOST_BYTES = 64 << 20
 
 
 def read_recorded(path: str | Path) -> HeatMap:
@@ -22,14 +25,18 @@ def read_recorded(path: str | Path) -> HeatMap:
     """
     path = Path(path)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        document = json.loads(read_regular(path, most_bytes=_MOST_BYTES))
+    except OSError as error:
+        raise ConfigError(
+            f"recorded measurements {path}: cannot be read: {error.strerror or error}"
+        ) from error
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"recorded measurements {path}: cannot be read: {error}") from error
     try:
         if "shapes" in document:
             return _of_regret(document)
         return _of_select(document)
-    except (KeyError, TypeError, IndexError, ValueError, SelectionError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError, SelectionError) as error:
         raise ConfigError(
             f"recorded measurements {path}: expected the JSON of select or of "
             f"benchmarks/selection_regret.py, got something else ({type(error).__name__}: {error})"

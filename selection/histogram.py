@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tp_runtime.errors import ConfigError
+from tp_runtime.regular_file import read_regular
 
 if TYPE_CHECKING:
     from tp_runtime.selection.bench import BenchRequest
@@ -44,11 +45,15 @@ class LengthHistogram:
         """
         path = Path(path)
         try:
-            if path.stat().st_size > _MOST_BYTES:
-                raise ConfigError(f"length histogram {path}: larger than {_MOST_BYTES} bytes")
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"length histogram {path}: cannot be read: {error}") from error
+            lines = read_regular(path, most_bytes=_MOST_BYTES).decode("utf-8").splitlines()
+        except OSError as error:
+            raise ConfigError(
+                f"length histogram {path}: cannot be read: {error.strerror or error}"
+            ) from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"length histogram {path}: cannot be read: expected UTF-8 text: {error}"
+            ) from error
         seen: dict[int, int] = {}
         for number, line in enumerate(lines, 1):
             words = line.partition("#")[0].split()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from tp_runtime.errors import BackendUnavailable, PlanFormatError, SelectionError
+from tp_runtime.regular_file import read_regular
 from tp_runtime.selection.atomic_file import replace_file
 from tp_runtime.selection.base import DecodeShape
 from tp_runtime.selection.cost_model import CostModel, Grid
@@ -265,12 +266,11 @@ class BackendPlan:
     def load(cls, path: str | Path) -> BackendPlan:
         """Read a file that `save` wrote.
 
-        Raises: PlanFormatError: not such a file, or changed since. OSError: it cannot be read.
+        Raises: PlanFormatError: not such a file, or changed since. OSError: it cannot be read, is
+            no regular file, or is larger than any plan.
         """
         path = Path(path)
-        if path.stat().st_size > MAX_BYTES:
-            raise PlanFormatError(f"{path}: larger than {MAX_BYTES} bytes; this is no plan")
-        envelope = parse(path.read_bytes(), str(path))
+        envelope = parse(read_regular(path, most_bytes=MAX_BYTES), str(path))
         if set(envelope) != {"digest", "plan"}:
             raise PlanFormatError(
                 f"{path}: expected the fields digest and plan, got {sorted(envelope)}"

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tp_runtime.errors import PlanFormatError, SelectionError
+from tp_runtime.regular_file import read_regular
 from tp_runtime.selection.atomic_file import replace_file
 from tp_runtime.selection.bench import BenchReport
 from tp_runtime.selection.plan import BackendPlan
@@ -68,10 +69,7 @@ class PlanCache:
         file is there that is not that."""
         path = self.path_of(fingerprint)
         try:
-            size = path.stat().st_size
-            if size > MAX_BYTES:
-                raise PlanFormatError(f"{size} bytes, at most {MAX_BYTES} are a plan")
-            return _read(path.read_bytes(), fingerprint)
+            return _read(read_regular(path, most_bytes=MAX_BYTES), fingerprint)
         except FileNotFoundError:
             log.info("no plan is kept for this device and model: measuring")
         except (OSError, SelectionError) as error:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from tp_runtime.errors import ConfigError, EnvError
+from tp_runtime.regular_file import read_regular
 from tp_runtime.settings import ENV_PREFIX, Row, nearest, row_of, setting
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ MOST_REQUESTS = 4096
 """Largest batch. From some hundred requests on a step is bound by arithmetic, no longer by reading
 the weights, so that a larger batch makes each wait and few more tokens per second; and every size
 of batch costs a graph, and time to measure."""
+
+_MOST_FILE_BYTES = 1 << 20
 
 _TEST_PREFIX = "TP_RUNTIME_TEST_"
 
@@ -300,12 +303,12 @@ def _as_mapping(flags: Mapping[str, object] | Namespace | None) -> Mapping[str, 
 
 def _read_file(path: Path) -> Mapping[str, object]:
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = tomllib.loads(read_regular(path, most_bytes=_MOST_FILE_BYTES).decode("utf-8"))
     except OSError as error:
         raise ConfigError(
             f"config file {path}: cannot be read: {error.strerror or error}"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of 5000 digits
         raise ConfigError(f"config file {path}: expected TOML: {error}") from error
     known = [name for name, row in rows().items() if row.exposed]
     found: dict[str, object] = {}

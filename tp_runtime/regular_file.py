@@ -19,13 +19,16 @@ def read_regular(path: Path, *, most_bytes: int) -> bytes:
     Raises: OSError: it cannot be read, is no regular file, or holds more than `most_bytes`; the
         text is in `strerror` in each case.
     """
-    # not blocking: to open a pipe without a writer would take forever
-    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+    with open(path, "rb", opener=_without_waiting) as file:
         mode = os.fstat(file.fileno()).st_mode
         if not stat.S_ISREG(mode):
-            kind = "a pipe" if stat.S_ISFIFO(mode) else "a folder or device"
+            kind = "a pipe" if stat.S_ISFIFO(mode) else "a device"
             raise OSError(None, f"expected a regular file, got {kind}", str(path))
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
         raise OSError(None, f"expected at most {most_bytes} bytes, got more", str(path))
     return data
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # for a pipe's writer, who may never come

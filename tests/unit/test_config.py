@@ -198,6 +198,13 @@ def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
         RuntimeConfig.resolve({}, {}, tmp_path / "none.toml")
 
 
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000], ids=["digits", "brackets"])
+def test_a_file_beyond_what_the_parser_takes_is_an_error(value: str, tmp_path: Path) -> None:
+    (tmp_path / "tp.toml").write_text(f"max_batch_size = {value}")
+    with pytest.raises(ConfigError, match=r"tp\.toml: expected TOML"):
+        RuntimeConfig.resolve({}, {}, tmp_path / "tp.toml")
+
+
 def test_lists_come_by_repeated_flags_and_by_commas() -> None:
     flags = {"disable_decode_backend": ["a", "b, c"]}
     assert RuntimeConfig.resolve(flags, {}).config.disable_decode_backend == ("a", "b", "c")
