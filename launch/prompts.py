@@ -87,7 +87,8 @@ def encode_prompt(prompt: str, tokenizer: Encoder | None, *, raw: bool) -> list[
         raw: no chat template.
 
     Raises:
-        RequestError: the model has no tokenizer and the prompt is not a list of token ids.
+        RequestError: the prompt is no valid Unicode, or the model has no tokenizer and it is not a
+            list of token ids.
     """
     if tokenizer is None:
         try:

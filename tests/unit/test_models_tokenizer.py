@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 from typing import TYPE_CHECKING
 
 import pytest
 
-from tp_runtime.errors import ModelFormatError
+from tp_runtime.errors import ModelFormatError, RequestError
 from tp_runtime.models.tokenizer import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -138,3 +139,11 @@ def test_whatever_transformers_raises_is_a_model_error(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ModelFormatError, match="no tokenizer can be read"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["\ud800", os.fsdecode(b"ab\xff\xfe")])
+def test_a_text_that_is_no_unicode_is_a_request_error(text: str) -> None:
+    tokenizer = Tokenizer(ByteBackend())
+    for encode in (tokenizer.encode, tokenizer.chat):
+        with pytest.raises(RequestError, match="not valid Unicode: expected text in UTF-8"):
+            encode(text)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tp_runtime.caches import cache_directory
-from tp_runtime.errors import ModelError, ModelFormatError
+from tp_runtime.errors import ModelError, ModelFormatError, RequestError
 from tp_runtime.models.text_stream import ByteStream, WindowStream, byte_level_parts
 
 if TYPE_CHECKING:
@@ -47,14 +47,21 @@ class Tokenizer:
         return bool(self._backend.chat_template)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a plain text, with what the model puts first by default."""
+        """Ids of a plain text, with what the model puts first by default.
+
+        Raises: RequestError: the text is no valid Unicode.
+        """
+        _check_unicode(text)
         return list(self._backend.encode(text))
 
     def chat(self, user_text: str) -> list[int]:
         """Ids of one user message in the chat template, ready for the answer.
 
         A model without a template gets the plain text.
+
+        Raises: RequestError: the text is no valid Unicode.
         """
+        _check_unicode(user_text)
         if not self.has_chat_template:
             return self.encode(user_text)
         messages = [{"role": "user", "content": user_text}]
@@ -80,6 +87,17 @@ class Tokenizer:
 def has_tokenizer(path: Path) -> bool:
     """Whether a model comes with a tokenizer; that of a GGUF file is inside."""
     return path.is_file() or any((path / name).exists() for name in _FILES)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        # bytes of a command line that are no UTF-8 arrive as lone surrogates
+        raise RequestError(
+            f"not valid Unicode: expected text in UTF-8, got {text[error.start]!a} at character "
+            f"{error.start}"
+        ) from error
 
 
 def load_tokenizer(path: Path, *, eos_token_ids: Sequence[int] = ()) -> Tokenizer:
