@@ -223,6 +223,7 @@ def _drop_head(folder: Path) -> None:
         (lambda folder: edit_config(folder, rope_scaling="x"), "rope_scaling must be an object"),
         (lambda folder: edit_config(folder, eos_token_id="x"), "eos_token_id must be a token id"),
         (lambda folder: edit_config(folder, bos_token_id=1.5), "bos_token_id must be a token id"),
+        (lambda folder: edit_config(folder, head_dim=10**12), "q_proj.weight has shape"),
         (lambda folder: edit_config(folder, vocab_size=10**12), r"expected \(1000000000000, 64\)"),
         (
             lambda folder: edit_config(folder, model_type="mistral", sliding_window="big"),

@@ -146,8 +146,6 @@ class LlamaModel:
     ) -> None:
         self.config = config
         positions = min(max_positions or config.max_positions, config.max_positions)
-        # before the weights are read, which may take minutes
-        self._rope = _rope_table(config, positions, dtype=dtype, group=group)
         embedding = Matrix(reader.embedding(), multiplied=config.tied_head)
         self._embedding = VocabParallelEmbedding(embedding, partition.vocab, group)
         self._layers = [
@@ -159,6 +157,7 @@ class LlamaModel:
         final_norm = RmsNorm(reader.final_norm(), config.rms_norm_eps)
         head = embedding if config.tied_head else Matrix(reader.head())
         self._head = VocabParallelHead(final_norm, head, partition.vocab)
+        self._rope = _rope_table(config, positions, dtype=dtype, group=group)
         self._shape = ModelShape(
             num_layers=config.num_layers,
             q_heads=partition.q_heads.width,
