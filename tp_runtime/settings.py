@@ -25,6 +25,9 @@ _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
 
 
+_TWO_63 = 1 << 63
+
+
 def setting(
     default: Any,
     *,
@@ -272,10 +275,8 @@ def nearest(name: str, known: Sequence[str]) -> str:
 
 
 def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an int beyond every float, which no setting means
-        return False
+    """For an integer: whether it may travel to other ranks, which is 64 bits."""
+    return -_TWO_63 <= value < _TWO_63 if isinstance(value, int) else math.isfinite(value)
 
 
 def _as_given(raw: object) -> object:

@@ -100,6 +100,7 @@ def test_booleans(text: str, value: bool) -> None:
         ({"TP_RUNTIME_DECODE_BUCKETS": "4,2"}, "ascending"),
         ({"TP_RUNTIME_DECODE_BUCKETS": "1,,2"}, "separated by commas"),
         ({"TP_RUNTIME_KV_BLOCK_SIZE": "9" * 400}, "a whole number of at least 1"),
+        ({"TP_RUNTIME_KV_CACHE_TOKENS": str(2**63)}, "a whole number of at least 1"),
         ({"TP_RUNTIME_KV_BLOCK_SIZE": "9" * 5000}, "a whole number of at least 1"),
         ({"TP_RUNTIME_MAX_BATCH_SIZE": "4097"}, "a whole number of at least 1 and at most 4096"),
         ({"TP_RUNTIME_MAX_BATCH_SIZE": str(2**63)}, "a whole number of at least 1 and at most"),

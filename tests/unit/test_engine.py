@@ -469,7 +469,7 @@ def test_no_model_is_an_error_at_once() -> None:
         Engine(None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("setting", [{"kv_cache_tokens": 2**52}, {"kv_cache_tokens": 2**70}])
+@pytest.mark.parametrize("setting", [{"kv_cache_tokens": 2**52}, {"kv_cache_tokens": 2**62}])
 def test_a_cache_that_no_memory_holds_is_an_error_with_its_size(setting: dict[str, int]) -> None:
     values: dict[str, Any] = {"decode_buckets": (1,), "kv_cache_tokens": 1024, **setting}
     config = RuntimeConfig(model="random:tiny", device="cpu", **values)
