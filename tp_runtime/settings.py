@@ -23,8 +23,6 @@ Source = Literal["text", "file", "code"]
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
-
-
 _TWO_63 = 1 << 63
 
 
