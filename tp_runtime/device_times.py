@@ -38,14 +38,14 @@ class DeviceTimes:
         self._began_s = 0.0
         if self._cuda:
             for _ in range(steps):
-                pair = (event_with_time(), event_with_time())
+                pair = _pair()
                 for event in pair:
                     event.record()  # the driver makes it with its first use
                 self._unused.append(pair)
 
     def begin(self) -> None:
         if self._cuda:
-            pair = self._unused.pop() if self._unused else (event_with_time(), event_with_time())
+            pair = self._unused.pop() if self._unused else _pair()
             pair[0].record()
             self._events.append(pair)
         else:
@@ -78,6 +78,10 @@ class DeviceTimes:
 def event_with_time() -> torch.cuda.Event:
     """An event that `elapsed_time` may be asked of."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    return event_with_time(), event_with_time()
 
 
 def _between_us(first: torch.cuda.Event, second: torch.cuda.Event) -> float:

@@ -87,7 +87,6 @@ class HostCollectives:
 
     def _run(self, start: Callable[[], dist.Work | None]) -> None:
         """Start a collective and wait for it in bounds."""
-        self._raise_failure()
         self.count += 1
         try:
             work = start()
@@ -108,7 +107,9 @@ class HostCollectives:
                 os.sched_yield()
                 continue
             time.sleep(_POLL_S)
-            self._raise_failure()
+            failure = self._failure()
+            if failure is not None:
+                raise failure
             waited = time.monotonic() - started
             if waited > self._timeout_s:
                 late = DeadlineExceeded(
@@ -118,11 +119,6 @@ class HostCollectives:
                 self._fail(late)
                 raise late
         work.wait()
-
-    def _raise_failure(self) -> None:
-        failure = self._failure()
-        if failure is not None:
-            raise failure
 
     # ---- end ---------------------------------------------------------------------------------
 

@@ -171,7 +171,7 @@ class Row:
         if not isinstance(value, int | float if kind is float else int):
             return False
         return (
-            _is_finite(value)
+            _fits(value)
             and (self.minimum is None or value >= self.minimum)
             and (self.maximum is None or value <= self.maximum)
             and (self.above is None or value > self.above)
@@ -272,8 +272,8 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _is_finite(value: float) -> bool:
-    """For an integer: whether it may travel to other ranks, which is 64 bits."""
+def _fits(value: float) -> bool:
+    """A finite float, or an integer of 64 bits at most, as may travel to the other ranks."""
     return -_TWO_63 <= value < _TWO_63 if isinstance(value, int) else math.isfinite(value)
 
 

@@ -61,9 +61,9 @@ class Tokenizer:
 
         Raises: RequestError: the text is no valid Unicode.
         """
-        _check_unicode(user_text)
         if not self.has_chat_template:
             return self.encode(user_text)
+        _check_unicode(user_text)
         messages = [{"role": "user", "content": user_text}]
         ids = self._backend.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False

@@ -176,12 +176,9 @@ class ShardReader:
 
     def _vocabulary(self, name: str) -> Tensor:
         config, vocab = self._source.config, self._partition.vocab
-        start = min(vocab.start, config.vocab_size)
-        shape = (config.vocab_size, config.hidden_size)
-        # as _rows does: read first, which compares the shape with the file's, then allocate
-        return self._rows(
-            name, shape, Span(start=start, stop=start + vocab.real, width=vocab.width)
-        )
+        span = Span(start=vocab.start, stop=vocab.start + vocab.real, width=vocab.width)
+        # read before anything is allocated: that compares the shape with the file's
+        return self._rows(name, (config.vocab_size, config.hidden_size), span)
 
     def _place(self, name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.to(device=self._device, dtype=self._dtype)

@@ -65,7 +65,7 @@ class SkinnyShape:
         """
         copies = min(max(2, -(-_CACHE_BYTES // self.weight_bytes)), _MOST_LAUNCHES)
         rounds = min(-(-_REPLAY_BYTES // (copies * self.weight_bytes)), _MOST_LAUNCHES // copies)
-        return copies, copies * max(1, rounds)
+        return copies, copies * rounds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
