@@ -175,7 +175,9 @@ def _open_store(
 
     try:
         # the store's own deadline comes first where it works, and says more
-        return _in_thread(connect, timeout_s=timeout_s + _STORE_GRACE_S, failure=failure)
+        return _in_thread(
+            connect, name="store", timeout_s=timeout_s + _STORE_GRACE_S, failure=failure
+        )
     except TimeoutError as error:
         raise RuntimeError(f"no answer within {timeout_s:g} s") from error
 
@@ -183,6 +185,7 @@ def _open_store(
 def _in_thread(
     work: Callable[[threading.Event], Result],
     *,
+    name: str,
     timeout_s: float,
     failure: Callable[[], Exception | None] | None,
 ) -> Result:
@@ -190,6 +193,7 @@ def _in_thread(
 
     Args:
         work: is given an event that is set when nobody waits for it any more.
+        name: of the thread, which a host that ends has to let come out of torch.
 
     Raises:
         TimeoutError: it has not returned in time. Its thread is left behind.
@@ -205,7 +209,7 @@ def _in_thread(
             outcome.set_exception(error)
 
     # a daemon: where nothing ever answers, it must not keep the process from ending
-    thread = threading.Thread(target=run, name="tp_runtime-store", daemon=True)
+    thread = threading.Thread(target=run, name=f"tp_runtime-{name}", daemon=True)
     thread.start()
     deadline = time.monotonic() + timeout_s
     try:
@@ -275,7 +279,7 @@ def await_ranks(
             missing[:] = [rank for rank in missing if not store.check([keys[rank]])]
 
     try:
-        _in_thread(arrive, timeout_s=timeout_s + _STORE_GRACE_S, failure=failure)
+        _in_thread(arrive, name="arrive", timeout_s=timeout_s + _STORE_GRACE_S, failure=failure)
     except TimeoutError as error:
         silent = "the store does not answer: is global rank 0 stopped?"
         raise TpGroupError(_not_formed(info, timeout_s, silent)) from error
